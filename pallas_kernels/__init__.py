@@ -1,0 +1,25 @@
+"""Paged-attention ops on plain arrays, for GPU, TPU and CPU.
+
+Every op takes `implementation=None` (the platform's best) or a name, which never falls back.
+See `octavo.pallas_kernels.layout` for the cache layout they share.
+"""
+
+from .copy_blocks import copy_blocks as copy_blocks
+from .layout import NULL_BLOCK as NULL_BLOCK
+from .layout import cache_shape as cache_shape
+from .layout import init_kv_cache as init_kv_cache
+from .layout import row_width as row_width
+from .merge_states import merge_states as merge_states
+from .paged_attention import paged_attention as paged_attention
+from .write_kv import write_kv as write_kv
+
+__all__ = [
+    "NULL_BLOCK",
+    "cache_shape",
+    "copy_blocks",
+    "init_kv_cache",
+    "merge_states",
+    "paged_attention",
+    "row_width",
+    "write_kv",
+]

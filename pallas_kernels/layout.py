@@ -1,0 +1,104 @@
+"""The one KV-cache layout that every op, platform and tier shares.
+
+A layer's cache is `[P, K, B, ROW]`: P blocks, K KV heads, B slots per block, and one row per
+slot with the key in `[:H]` and the value in `[H:2H]`. A block is one contiguous chunk, so that
+copying, evicting or transferring it is one memory copy.
+
+Block 0 is the *null block*: it belongs to no sequence, holds zeros, and stands wherever a table
+has nothing to say. Slots are numbered through the pool: `slot = block_id * B + offset`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import checkify
+
+NULL_BLOCK = 0
+LANES = 128
+
+
+def row_width(head_size: int, platform: str) -> int:
+    """Elements of one row: 2H, rounded up to 128 lanes on TPU.
+
+    An unpadded row that is no multiple of 128 makes XLA choose a transposed parameter layout
+    on TPU and copy the whole cache on every call.
+    """
+    width = 2 * head_size
+    return -(-width // LANES) * LANES if platform == "tpu" else width
+
+
+def cache_shape(
+    num_blocks: int, num_kv_heads: int, block_size: int, head_size: int, platform: str
+) -> tuple[int, int, int, int]:
+    """Shape `[P, K, B, ROW]` of one layer's cache.
+
+    Raises:
+        ValueError: a size is not positive, or there is no block beside the null block.
+    """
+    sizes = {"num_kv_heads": num_kv_heads, "block_size": block_size, "head_size": head_size}
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    if num_blocks < 2:
+        raise ValueError(f"{num_blocks=} must be at least 2: block 0 is the null block")
+    return num_blocks, num_kv_heads, block_size, row_width(head_size, platform)
+
+
+def check_cache(kv_cache: jax.Array, num_kv_heads: int, head_size: int) -> None:
+    """Check the static facts of one layer's cache against the heads that use it.
+
+    Raises:
+        ValueError: the cache is not `[P, K, B, ROW]` with ROW at least 2H.
+    """
+    if kv_cache.ndim != 4:
+        raise ValueError(f"{kv_cache.shape=} must be [P, K, B, ROW]")
+    if kv_cache.shape[1] != num_kv_heads:
+        raise ValueError(f"{kv_cache.shape=} must have {num_kv_heads} KV heads on axis 1")
+    if kv_cache.shape[3] < 2 * head_size:
+        raise ValueError(f"{kv_cache.shape=} must have rows of at least 2H={2 * head_size}")
+
+
+def check_index_dtype(**arrays: jax.Array) -> None:
+    """Check that index arrays are int32.
+
+    Raises:
+        ValueError: naming the first array that is not.
+    """
+    for name, array in arrays.items():
+        if array.dtype != jnp.int32:
+            raise ValueError(f"{name} has dtype {array.dtype}, expected int32")
+
+
+def safe_block_ids(block_ids: jax.Array, num_blocks: int) -> jax.Array:
+    """Send every id outside `[0, P)` to the null block.
+
+    JAX clamps an id past the end to the last block and wraps a negative one, and either would
+    read another sequence's data.
+    """
+    inside = (block_ids >= 0) & (block_ids < num_blocks)
+    return jnp.where(inside, block_ids, NULL_BLOCK)
+
+
+def debug_check_block_ids(block_ids: jax.Array, used: jax.Array, num_blocks: int) -> None:
+    """Under `checkify.checkify`, fail on a used id outside `[0, P)`; otherwise do nothing."""
+    bad = used & ((block_ids < 0) | (block_ids >= num_blocks))
+    checkify.debug_check(
+        ~jnp.any(bad),
+        "a block id in use is outside [0, {p}): smallest {lo}, largest {hi}",
+        p=jnp.int32(num_blocks),
+        lo=jnp.min(jnp.where(bad, block_ids, num_blocks)),
+        hi=jnp.max(jnp.where(bad, block_ids, -1)),
+    )
+
+
+def init_kv_cache(
+    num_layers: int, shape: Sequence[int], dtype: jax.typing.DTypeLike
+) -> tuple[jax.Array, ...]:
+    """A zeroed cache: one array `[P, K, B, ROW]` per layer.
+
+    Zeros, not garbage: an unused slot is multiplied by a weight of 0, and 0 x NaN is NaN.
+    """
+    return tuple(jnp.zeros(tuple(shape), dtype) for _ in range(num_layers))

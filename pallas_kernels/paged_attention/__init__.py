@@ -1,0 +1,112 @@
+"""Attention of a ragged batch of queries over a paged KV cache."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from ..dispatch import REFERENCE, XLA, Op
+from ..layout import check_cache, check_index_dtype, debug_check_block_ids
+from .arguments import AttentionOptions
+from .reference import paged_attention_reference
+from .xla import paged_attention_xla
+
+_OP = Op(
+    name="paged_attention",
+    implementations={REFERENCE: paged_attention_reference, XLA: paged_attention_xla},
+    order={},
+)
+
+
+def paged_attention(
+    q: jax.Array,
+    kv_cache: jax.Array,
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    query_start: jax.Array,
+    *,
+    max_query_len: int | None = None,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Causal attention of packed queries against their sequences' blocks.
+
+    One call serves decode (a query per sequence), prefill chunks and both mixed: sequence s
+    owns the queries `q[query_start[s]:query_start[s+1]]`, and they are the *last* positions of
+    its context, so query i of n sits at position `context_lens[s] - n + i` and sees the keys
+    up to itself. The new keys must already be in the cache (`write_kv`). Query heads
+    `k*G .. k*G+G-1` share KV head k.
+
+    Only slots below the context length are read into the result. Slots past it inside a
+    sequence's last block must hold finite numbers, as `write_kv` leaves them. Table entries
+    past the context may hold anything; an id in use outside `[0, P)` is an error under
+    checkify and otherwise reads the null block.
+
+    Args:
+        q: `[T, N, H]`.
+        kv_cache: `[P, K, B, ROW]`, key in `[:H]`, value in `[H:2H]` of a row.
+        block_tables: `int32[S, M]` block ids.
+        context_lens: `int32[S]` tokens in the cache, the queries' own included; 0 for an unused
+            row.
+        query_start: `int32[S+1]`, ascending; tokens from `query_start[S]` on are padding.
+        max_query_len: static bound on queries per sequence; None means T. 1 says decode.
+        scale: factor on the scores; None means `1/sqrt(H)`.
+        sliding_window: positions a query sees, itself included; None means all.
+        soft_cap: c of `c * tanh(score / c)`; None means off.
+        sinks: `float32[N]` logits that take part in the softmax and carry no value; None means
+            none. They count once: give them to one of several states that are merged.
+        implementation: None picks by platform; "xla" or "reference". A named one never falls
+            back.
+
+    Returns:
+        `(out [T, N, H] in q's dtype, lse float32[T, N])`. lse is the natural logarithm of the
+        softmax denominator, for `merge_states`. Padding tokens get zeros and -inf.
+
+    Raises:
+        ValueError: shapes, dtypes or static options do not fit together.
+        NotImplementedError: the named implementation cannot serve this call.
+
+    Source: PagedAttention (arXiv:2309.06180) with the online softmax of arXiv:1805.02867.
+    """
+    if q.ndim != 3:
+        raise ValueError(f"{q.shape=} must be [T, N, H]")
+    num_tokens, num_heads, head_size = q.shape
+    num_kv_heads = kv_cache.shape[1] if kv_cache.ndim == 4 else 0
+    if num_kv_heads == 0 or num_heads % num_kv_heads:
+        raise ValueError(f"{q.shape=} must have a multiple of the KV heads of {kv_cache.shape=}")
+    check_cache(kv_cache, num_kv_heads, head_size)
+    if block_tables.ndim != 2 or context_lens.shape != block_tables.shape[:1]:
+        raise ValueError(f"{block_tables.shape=} must be [S, M] and {context_lens.shape=} [S]")
+    if query_start.shape != (context_lens.shape[0] + 1,):
+        raise ValueError(f"{query_start.shape=} must be [S+1], S={context_lens.shape[0]}")
+    check_index_dtype(block_tables=block_tables, context_lens=context_lens, query_start=query_start)
+    if max_query_len is None:
+        max_query_len = num_tokens
+    if max_query_len < 1 and num_tokens:
+        raise ValueError(f"{max_query_len=} must be at least 1")
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"{sliding_window=} must be at least 1")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"{soft_cap=} must be positive")
+    if sinks is not None and sinks.shape != (num_heads,):
+        raise ValueError(f"{sinks.shape=} must be [N], N={num_heads}")
+    if scale is None:
+        scale = 1.0 / math.sqrt(head_size)
+
+    block_size = kv_cache.shape[2]
+    first_position = jnp.arange(block_tables.shape[1], dtype=jnp.int32) * block_size
+    debug_check_block_ids(
+        block_tables, first_position[None, :] < context_lens[:, None], kv_cache.shape[0]
+    )
+    options = AttentionOptions(
+        max_query_len=max_query_len,
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+    )
+    return _OP(implementation, q, kv_cache, block_tables, context_lens, query_start, sinks, options)

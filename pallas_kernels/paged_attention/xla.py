@@ -1,0 +1,231 @@
+"""`paged_attention` in plain XLA: an online softmax over chunks of gathered blocks.
+
+Two loops, each with a trip count known only at run time, so that an absent kind of query costs
+nothing and memory stays bounded by a chunk whatever the context length:
+
+- sequences with one query (decode) run together, chunk by chunk up to the longest of them;
+- sequences with more are cut into tiles of queries, each of which stops at its own causal limit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..layout import NULL_BLOCK, safe_block_ids
+from .arguments import AttentionOptions
+
+# Gathered bytes of one decode chunk: past a few MB the chunk falls out of a CPU's cache between
+# the gather and the second product.
+_DECODE_CHUNK_BYTES = 3 << 20
+_CHUNK_TOKENS = 256
+_TILE_QUERIES = 128
+
+
+class _Softmax(NamedTuple):
+    """Running softmax of rows: peak and total `float32[..., R]`, acc `float32[..., R, H]`."""
+
+    peak: jax.Array
+    total: jax.Array
+    acc: jax.Array
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], head_size: int) -> _Softmax:
+        return cls(
+            peak=jnp.full(shape, -jnp.inf, jnp.float32),
+            total=jnp.zeros(shape, jnp.float32),
+            acc=jnp.zeros((*shape, head_size), jnp.float32),
+        )
+
+    def add(self, logits: jax.Array, v: jax.Array) -> _Softmax:
+        """Fold in a chunk: `logits: float32[..., R, C]` (-inf where unseen), `v: [..., C, H]`."""
+        peak = jnp.maximum(self.peak, jnp.max(logits, axis=-1))
+        safe = jnp.where(jnp.isneginf(peak), 0.0, peak)
+        weights = jnp.exp(logits - safe[..., None])
+        shrink = jnp.exp(self.peak - safe)
+        value = jnp.matmul(weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        return _Softmax(
+            peak=peak,
+            total=self.total * shrink + jnp.sum(weights, axis=-1),
+            acc=self.acc * shrink[..., None] + value,
+        )
+
+    def finish(self, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Normalise to `(out float32[..., R, H], lse float32[..., R])`."""
+        safe = jnp.where(jnp.isneginf(self.peak), 0.0, self.peak)
+        lse = safe + jnp.log(self.total)
+        if sinks is None:
+            divisor = jnp.where(self.total == 0, 1.0, self.total)
+            return self.acc / divisor[..., None], lse
+        lse = jnp.logaddexp(lse, sinks)
+        return self.acc * jnp.exp(safe - lse)[..., None], lse
+
+
+def paged_attention_xla(
+    q: jax.Array,
+    kv_cache: jax.Array,
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    query_start: jax.Array,
+    sinks: jax.Array | None,
+    options: AttentionOptions,
+) -> tuple[jax.Array, jax.Array]:
+    """See `octavo.pallas_kernels.paged_attention`."""
+    num_blocks, _, block_size, _ = kv_cache.shape
+    used_blocks = -(-context_lens // block_size)
+    column = jnp.arange(block_tables.shape[1], dtype=jnp.int32)
+    ids = jnp.where(column < used_blocks[:, None], block_tables, NULL_BLOCK)
+    tables = safe_block_ids(ids, num_blocks)
+
+    result = (jnp.zeros_like(q), jnp.full(q.shape[:2], -jnp.inf, jnp.float32))
+    if options.max_query_len > 1:
+        result = _tiles(result, q, kv_cache, tables, context_lens, query_start, sinks, options)
+    return _decode(result, q, kv_cache, tables, context_lens, query_start, sinks, options)
+
+
+def _gather(kv_cache: jax.Array, ids: jax.Array, head_size: int) -> tuple[jax.Array, jax.Array]:
+    """Keys and values `[..., K, C, H]` of the blocks `ids: int32[..., C/B]`."""
+    rows = jnp.moveaxis(kv_cache[ids], -4, -3)
+    shape = (*rows.shape[:-3], rows.shape[-3] * rows.shape[-2])
+    k = rows[..., :head_size].reshape(*shape, head_size)
+    v = rows[..., head_size : 2 * head_size].reshape(*shape, head_size)
+    return k, v
+
+
+def _pad_columns(tables: jax.Array, chunk_blocks: int) -> jax.Array:
+    # `dynamic_slice` moves a start that would run past the end, which would misplace keys.
+    pad = -tables.shape[1] % chunk_blocks
+    return jnp.pad(tables, ((0, 0), (0, pad)), constant_values=NULL_BLOCK)
+
+
+def _decode(
+    result: tuple[jax.Array, jax.Array],
+    q: jax.Array,
+    kv_cache: jax.Array,
+    tables: jax.Array,
+    context_lens: jax.Array,
+    query_start: jax.Array,
+    sinks: jax.Array | None,
+    options: AttentionOptions,
+) -> tuple[jax.Array, jax.Array]:
+    """Fill `result` for the sequences that have exactly one query."""
+    num_tokens, num_heads, head_size = q.shape
+    _, num_kv_heads, block_size, width = kv_cache.shape
+    num_seqs = tables.shape[0]
+    token_bytes = num_seqs * num_kv_heads * width * kv_cache.dtype.itemsize
+    chunk_tokens = min(_CHUNK_TOKENS, max(block_size, _DECODE_CHUNK_BYTES // token_bytes))
+    chunk_blocks = max(1, chunk_tokens // block_size)
+    chunk_tokens = chunk_blocks * block_size
+    tables = _pad_columns(tables, chunk_blocks)
+
+    is_decode = jnp.diff(query_start) == 1
+    lens = jnp.where(is_decode, context_lens, 0)
+    rows = q[jnp.minimum(query_start[:-1], num_tokens - 1)]
+    rows = rows.reshape(num_seqs, num_kv_heads, -1, head_size).astype(kv_cache.dtype)
+    position = lens - 1
+    first = jnp.int32(0)
+    if options.sliding_window is not None:
+        start = jnp.where(is_decode, jnp.maximum(lens - options.sliding_window, 0), jnp.max(lens))
+        first = jnp.min(start) // chunk_tokens
+    last = -(-jnp.max(lens) // chunk_tokens)
+
+    def chunk(i: jax.Array, softmax: _Softmax) -> _Softmax:
+        ids = jax.lax.dynamic_slice_in_dim(tables, i * chunk_blocks, chunk_blocks, axis=1)
+        k, v = _gather(kv_cache, ids, head_size)
+        scores = jnp.einsum("skgh,skch->skgc", rows, k, preferred_element_type=jnp.float32)
+        key_position = i * chunk_tokens + jnp.arange(chunk_tokens, dtype=jnp.int32)
+        seen = options.visible(key_position[None, :], position[:, None])
+        return softmax.add(jnp.where(seen[:, None, None, :], options.logits(scores), -jnp.inf), v)
+
+    softmax = jax.lax.fori_loop(first, last, chunk, _Softmax.empty(rows.shape[:-1], head_size))
+    out, lse = softmax.finish(_grouped(sinks, num_kv_heads))
+    target = jnp.where(is_decode, query_start[:-1], num_tokens)
+    out = out.reshape(num_seqs, num_heads, head_size).astype(q.dtype)
+    lse = lse.reshape(num_seqs, num_heads)
+    return (
+        result[0].at[target].set(out, mode="drop"),
+        result[1].at[target].set(lse, mode="drop"),
+    )
+
+
+def _tiles(
+    result: tuple[jax.Array, jax.Array],
+    q: jax.Array,
+    kv_cache: jax.Array,
+    tables: jax.Array,
+    context_lens: jax.Array,
+    query_start: jax.Array,
+    sinks: jax.Array | None,
+    options: AttentionOptions,
+) -> tuple[jax.Array, jax.Array]:
+    """Fill `result` for the sequences that have more than one query, tile by tile."""
+    num_tokens, num_heads, head_size = q.shape
+    _, num_kv_heads, block_size, _ = kv_cache.shape
+    groups = num_heads // num_kv_heads
+    tile = min(_TILE_QUERIES, 1 << (options.max_query_len - 1).bit_length())
+    chunk_blocks = max(1, _CHUNK_TOKENS // block_size)
+    chunk_tokens = chunk_blocks * block_size
+    tables = _pad_columns(tables, chunk_blocks)
+
+    query_lens = jnp.diff(query_start)
+    tile_end = jnp.cumsum(jnp.where(query_lens > 1, -(-query_lens // tile), 0))
+    padded_q = jnp.pad(q, ((0, tile), (0, 0), (0, 0))).astype(kv_cache.dtype)
+    padded = (
+        jnp.pad(result[0], ((0, tile), (0, 0), (0, 0))),
+        jnp.pad(result[1], ((0, tile), (0, 0))),
+    )
+    row_sinks = _grouped(sinks, num_kv_heads)
+    if row_sinks is not None:
+        row_sinks = jnp.tile(row_sinks[:, None, :], (1, tile, 1)).reshape(num_kv_heads, -1)
+
+    def one_tile(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        seq = jnp.searchsorted(tile_end, i, side="right").astype(jnp.int32)
+        before = tile_end[seq] - -(-query_lens[seq] // tile)
+        start = query_start[seq] + (i - before) * tile
+        count = jnp.minimum(tile, query_start[seq + 1] - start)
+        row = jnp.arange(tile, dtype=jnp.int32)
+        position = context_lens[seq] - (query_start[seq + 1] - start) + row
+
+        # [tile, N, H] -> [K, tile*G, H]
+        rows = jax.lax.dynamic_slice_in_dim(padded_q, start, tile, axis=0)
+        rows = rows.reshape(tile, num_kv_heads, groups, head_size).swapaxes(0, 1)
+        rows = rows.reshape(num_kv_heads, tile * groups, head_size)
+        row_position = jnp.repeat(position, groups)
+        first = jnp.int32(0)
+        if options.sliding_window is not None:
+            first = jnp.maximum(position[0] - options.sliding_window + 1, 0) // chunk_tokens
+        last = -(-(position[0] + count) // chunk_tokens)
+
+        def chunk(j: jax.Array, softmax: _Softmax) -> _Softmax:
+            ids = jax.lax.dynamic_slice(tables, (seq, j * chunk_blocks), (1, chunk_blocks))[0]
+            k, v = _gather(kv_cache, ids, head_size)
+            scores = jnp.einsum("krh,kch->krc", rows, k, preferred_element_type=jnp.float32)
+            key_position = j * chunk_tokens + jnp.arange(chunk_tokens, dtype=jnp.int32)
+            seen = options.visible(key_position[None, :], row_position[:, None])
+            return softmax.add(jnp.where(seen[None], options.logits(scores), -jnp.inf), v)
+
+        softmax = _Softmax.empty((num_kv_heads, tile * groups), head_size)
+        out, lse = jax.lax.fori_loop(first, last, chunk, softmax).finish(row_sinks)
+        out = out.reshape(num_kv_heads, tile, groups, head_size).swapaxes(0, 1)
+        out = out.reshape(tile, num_heads, head_size).astype(q.dtype)
+        lse = lse.reshape(num_kv_heads, tile, groups).swapaxes(0, 1).reshape(tile, num_heads)
+        own = row < count
+
+        def put(array: jax.Array, new: jax.Array) -> jax.Array:
+            old = jax.lax.dynamic_slice_in_dim(array, start, tile, axis=0)
+            keep = own.reshape(tile, *(1,) * (new.ndim - 1))
+            return jax.lax.dynamic_update_slice_in_dim(
+                array, jnp.where(keep, new, old), start, axis=0
+            )
+
+        return put(carry[0], out), put(carry[1], lse)
+
+    out, lse = jax.lax.fori_loop(0, tile_end[-1], one_tile, padded)
+    return out[:num_tokens], lse[:num_tokens]
+
+
+def _grouped(sinks: jax.Array | None, num_kv_heads: int) -> jax.Array | None:
+    """Sinks as `float32[K, G]`."""
+    return None if sinks is None else sinks.astype(jnp.float32).reshape(num_kv_heads, -1)
