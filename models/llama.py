@@ -1,0 +1,185 @@
+"""Llama-family decoder in Flax NNX: the modules hold weights, the KV cache passes through.
+
+Weights are fused the way they are used: queries, keys and values of one KV head lie together
+(`qkv [D, K, G+2, H]`), and so do gate and up (`gate_up [D, 2, F]`), so that each is one matrix
+product and tensor parallelism cuts along K and F.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ..paged import PagedBatch
+from ..pallas_kernels import paged_attention, write_kv
+from .config import LlamaConfig
+from .rope import apply_rope, rope_angles
+
+KVCache = tuple[jax.Array, ...]
+_init = nnx.initializers.normal(0.02)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm over the last axis, in float32 (arXiv:1910.07467)."""
+    x32 = x.astype(jnp.float32)
+    scaled = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return scaled.astype(x.dtype) * weight
+
+
+class LlamaLayer(nnx.Module):
+    """One decoder layer: attention and SwiGLU, each behind an RMS norm."""
+
+    def __init__(self, config: LlamaConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
+        width, mlp = config.hidden_size, config.intermediate_size
+        heads, groups, head = config.num_kv_heads, config.num_groups, config.head_size
+
+        def normal(*shape: int) -> nnx.Param[jax.Array]:
+            return nnx.Param(_init(rngs.params(), shape, dtype))
+
+        def zeros(present: bool, *shape: int) -> nnx.Param[jax.Array] | None:
+            return nnx.Param(jnp.zeros(shape, dtype)) if present else None
+
+        def ones(present: bool, *shape: int) -> nnx.Param[jax.Array] | None:
+            return nnx.Param(jnp.ones(shape, dtype)) if present else None
+
+        self.config = config
+        self.attn_norm = nnx.Param(jnp.ones((width,), dtype))
+        self.qkv = normal(width, heads, groups + 2, head)
+        self.qkv_bias = nnx.data(zeros(config.attention_bias, heads, groups + 2, head))
+        self.q_norm = nnx.data(ones(config.qk_norm, head))
+        self.k_norm = nnx.data(ones(config.qk_norm, head))
+        self.out = normal(heads, groups, head, width)
+        self.out_bias = nnx.data(zeros(config.attention_out_bias, width))
+        self.mlp_norm = nnx.Param(jnp.ones((width,), dtype))
+        self.gate_up = normal(width, 2, mlp)
+        self.gate_up_bias = nnx.data(zeros(config.mlp_bias, 2, mlp))
+        self.down = normal(mlp, width)
+        self.down_bias = nnx.data(zeros(config.mlp_bias, width))
+
+    def __call__(
+        self,
+        x: jax.Array,
+        angles: tuple[jax.Array, jax.Array],
+        kv_cache: jax.Array,
+        batch: PagedBatch,
+    ) -> tuple[jax.Array, jax.Array]:
+        """`x: [T, D]`, one layer's cache `[P, K, B, ROW]` -> the same two."""
+        attended, kv_cache = self._attention(x, angles, kv_cache, batch)
+        x = x + attended
+        return x + self._mlp(x), kv_cache
+
+    def _attention(
+        self,
+        x: jax.Array,
+        angles: tuple[jax.Array, jax.Array],
+        kv_cache: jax.Array,
+        batch: PagedBatch,
+    ) -> tuple[jax.Array, jax.Array]:
+        config = self.config
+        normed = rms_norm(x, self.attn_norm[...], config.rms_norm_eps)
+        qkv = _linear(normed, self.qkv[...], self.qkv_bias)
+        q = qkv[:, :, :-2].reshape(x.shape[0], config.num_heads, config.head_size)
+        k, v = qkv[:, :, -2], qkv[:, :, -1]
+        if self.q_norm is not None and self.k_norm is not None:
+            q = rms_norm(q, self.q_norm[...], config.rms_norm_eps)
+            k = rms_norm(k, self.k_norm[...], config.rms_norm_eps)
+        q, k = apply_rope(q, *angles), apply_rope(k, *angles)
+        kv_cache = write_kv(kv_cache, k, v, batch.slots)
+        out, _ = paged_attention(
+            q,
+            kv_cache,
+            batch.block_tables,
+            batch.context_lens,
+            batch.query_start,
+            max_query_len=batch.max_query_len,
+            sliding_window=config.sliding_window,
+        )
+        return _linear(out.reshape(x.shape[0], -1), self.out[...], self.out_bias, 3), kv_cache
+
+    def _mlp(self, x: jax.Array) -> jax.Array:
+        normed = rms_norm(x, self.mlp_norm[...], self.config.rms_norm_eps)
+        gate_up = _linear(normed, self.gate_up[...], self.gate_up_bias)
+        hidden = jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]
+        return _linear(hidden, self.down[...], self.down_bias)
+
+
+class Llama(nnx.Module):
+    """A Llama-family language model over a paged KV cache.
+
+    Attributes:
+        config: sizes and switches.
+        embed: `[V, D]`; also the output head when embeddings are tied.
+        layers: L decoder layers.
+        norm: `[D]`.
+        head: `[V, D]`, or None when embeddings are tied.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        dtype: jax.typing.DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.config = config
+        shape = (config.vocab_size, config.hidden_size)
+        self.embed = nnx.Param(_init(rngs.params(), shape, dtype))
+        self.layers = nnx.List(
+            [LlamaLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)]
+        )
+        self.norm = nnx.Param(jnp.ones((config.hidden_size,), dtype))
+        self.head = nnx.data(
+            None if config.tie_embeddings else nnx.Param(_init(rngs.params(), shape, dtype))
+        )
+
+    def __call__(
+        self, tokens: jax.Array, positions: jax.Array, kv_cache: KVCache, batch: PagedBatch
+    ) -> tuple[jax.Array, KVCache]:
+        """Run the packed tokens through the model, writing their keys and values to the cache.
+
+        Args:
+            tokens: `int32[T]`; a padding token may be any id in the vocabulary.
+            positions: `int32[T]` position of each token in its sequence.
+            kv_cache: L arrays `[P, K, B, ROW]`; donate them.
+            batch: which blocks, slots and queries belong to which sequence.
+
+        Returns:
+            `(logits float32[R, V], kv_cache)`, logits for the tokens in `batch.logit_rows`.
+        """
+        x = self.embed[...][tokens]
+        angles = rope_angles(positions, self.config)
+        caches = []
+        for layer, cache in zip(self.layers, kv_cache, strict=True):
+            x, cache = _run_layer(*nnx.split(layer), x, angles, cache, batch)
+            caches.append(cache)
+        x = rms_norm(x[batch.logit_rows], self.norm[...], self.config.rms_norm_eps)
+        head = self.embed if self.head is None else self.head
+        logits = jnp.einsum("rd,vd->rv", x, head[...], preferred_element_type=jnp.float32)
+        return logits, tuple(caches)
+
+
+# Traced once and called L times: without this the trace, which no compilation cache saves, takes
+# L times as long.
+@partial(jax.jit, static_argnums=0)
+def _run_layer(
+    graphdef: nnx.GraphDef[LlamaLayer],
+    state: nnx.State,
+    x: jax.Array,
+    angles: tuple[jax.Array, jax.Array],
+    kv_cache: jax.Array,
+    batch: PagedBatch,
+) -> tuple[jax.Array, jax.Array]:
+    return nnx.merge(graphdef, state)(x, angles, kv_cache, batch)
+
+
+def _linear(
+    x: jax.Array, weight: jax.Array, bias: nnx.Param[jax.Array] | None, contracted: int = 1
+) -> jax.Array:
+    """`x: [T, in]` times a weight whose first `contracted` axes are `in`, as one 2-D product."""
+    out_shape = weight.shape[contracted:]
+    flat = weight.reshape(x.shape[1], -1)
+    y = (x @ flat).reshape(x.shape[0], *out_shape)
+    return y if bias is None else y + bias[...]
