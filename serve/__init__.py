@@ -1,0 +1,19 @@
+"""The engine that serves models with prefix reuse, and the OpenAI-compatible server around it."""
+
+from .config import EngineConfig as EngineConfig
+from .engine import Engine as Engine
+from .outputs import Completion as Completion
+from .outputs import EngineStats as EngineStats
+from .outputs import RequestOutput as RequestOutput
+from .sampling_params import InvalidRequest as InvalidRequest
+from .sampling_params import SamplingParams as SamplingParams
+
+__all__ = [
+    "Completion",
+    "Engine",
+    "EngineConfig",
+    "EngineStats",
+    "InvalidRequest",
+    "RequestOutput",
+    "SamplingParams",
+]

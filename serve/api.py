@@ -1,0 +1,169 @@
+"""The HTTP application: OpenAI's completions and chat, models, health and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from ..models.chat import ChatTemplateError
+from .async_engine import AsyncEngine
+from .body_limit import BodyLimit
+from .errors import ApiError, install_error_handlers
+from .output_stream import EngineFailed
+from .protocol import ChatRequest, CompletionRequest, GenerationRequest
+from .responses import Answer, ChatFormat, CompletionFormat
+from .sampling_params import InvalidRequest
+
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"description": "The request is at fault; `error.param` names the field."},
+    "503": {"description": "The engine has stopped; `error.message` says why."},
+}
+
+
+def create_app(async_engine: AsyncEngine, *, model_name: str | None = None) -> FastAPI:
+    """The server's ASGI application around `async_engine`, which it closes when it shuts down.
+
+    `model_name` is what clients call the model; by default its own name.
+    """
+    server = _Server(async_engine, model_name or async_engine.loaded.name)
+    app = FastAPI(title="octavo", version=version("octavo"), lifespan=server.lifespan)
+    app.add_middleware(BodyLimit)
+    install_error_handlers(app)
+    post: dict[str, Any] = {"methods": ["POST"], "responses": _ERRORS}
+    app.add_api_route("/v1/completions", server.completions, **post)
+    app.add_api_route("/v1/chat/completions", server.chat, **post)
+    app.add_api_route("/v1/models", server.models, methods=["GET"])
+    app.add_api_route("/v1/models/{model_id:path}", server.model, methods=["GET"])
+    app.add_api_route("/health", server.health, methods=["GET"])
+    app.add_api_route("/metrics", server.metrics, methods=["GET"])
+    return app
+
+
+class _Server:
+    def __init__(self, async_engine: AsyncEngine, model_name: str) -> None:
+        self._engine = async_engine
+        self._model_name = model_name
+        self._created = int(time.time())
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(self._engine.close)
+
+    async def completions(self, body: CompletionRequest, request: Request) -> Response:
+        """Continue one or more prompts."""
+        self._check_model(body.model)
+        answer = self._answer(CompletionFormat(), body, body.prompt)
+        return await _unless_gone(request, answer)
+
+    async def chat(self, body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        self._check_model(body.model)
+        return await _unless_gone(request, self._answer_chat(body))
+
+    async def models(self) -> dict[str, Any]:
+        """List the one model."""
+        return {"object": "list", "data": [self._model_card()]}
+
+    async def model(self, model_id: str) -> dict[str, Any]:
+        """Describe the model."""
+        self._check_model(model_id)
+        return self._model_card()
+
+    async def health(self) -> dict[str, str]:
+        """200 while the engine takes requests, else 503 with the reason."""
+        if self._engine.failure is not None:
+            raise self._engine.failure
+        return {"status": "ok"}
+
+    async def metrics(self, request: Request) -> Response:
+        """Prometheus metrics."""
+        if self._engine.metrics is None:
+            raise ApiError(404, "this server collects no metrics", code="no_metrics")
+        try:
+            stats = await self._engine.stats()
+        except EngineFailed:
+            stats = None
+        accept = request.headers.get("accept", "")
+        page, content_type = self._engine.metrics.render(stats, accept)
+        return Response(page, headers={"Content-Type": content_type})
+
+    async def _answer_chat(self, body: ChatRequest) -> Response:
+        template, tokenizer = self._engine.loaded.chat_template, self._engine.loaded.tokenizer
+        if template is None:
+            message = "this model has no chat template; use /v1/completions"
+            raise ApiError(400, message, param="messages", code="no_chat_template")
+        messages = [message.for_template() for message in body.messages]
+
+        def prompt_ids() -> list[int]:
+            # The template writes the special tokens itself.
+            return tokenizer.encode(template.render(messages), add_special_tokens=False)
+
+        try:
+            prompt = await asyncio.to_thread(prompt_ids)
+        except ChatTemplateError as error:
+            raise ApiError(400, str(error), param="messages", code="chat_template") from None
+        return await self._answer(ChatFormat(), body, [prompt])
+
+    async def _answer(
+        self,
+        form: CompletionFormat | ChatFormat,
+        body: GenerationRequest,
+        prompts: Sequence[str | list[int]],
+    ) -> Response:
+        try:
+            requests = [(prompt, params) for prompt in prompts for params in body.sampling_params()]
+            stream = await self._engine.submit_all(requests, cache_salt=body.cache_salt or "")
+        except InvalidRequest as error:
+            param = body.field_of(error.param)
+            raise ApiError(400, str(error), param=param, code="invalid_value") from None
+        answer = Answer(
+            form,
+            model=body.model,
+            stream=stream,
+            num_choices=body.num_choices,
+            include_usage=body.include_usage,
+        )
+        return answer.events() if body.stream else JSONResponse(await answer.whole())
+
+    def _check_model(self, name: str) -> None:
+        if name != self._model_name:
+            message = f"there is no model {name!r:.100}; this server has {self._model_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def _model_card(self) -> dict[str, Any]:
+        return {
+            "id": self._model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "octavo",
+            "max_model_len": self._engine.max_model_len,
+        }
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """The result of `work`, which is cancelled if the client goes away first."""
+    answering = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({answering, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if answering.done():
+            return answering.result()
+        return Response(status_code=499)  # nobody will read it
+    finally:
+        for task in (answering, watching):
+            task.cancel()
+        await asyncio.gather(answering, watching, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,311 @@
+"""The command line: `octavo serve` and `octavo generate`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from typing import Annotated, Any, NoReturn, get_type_hints
+
+import typer
+import uvicorn
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from ..models.chat import ChatTemplateError
+from ..models.loading import LoadedModel, load_model
+from .api import create_app
+from .async_engine import AsyncEngine
+from .config import EngineConfig
+from .engine import Engine
+from .metrics import ServerMetrics
+from .sampling_params import InvalidRequest, SamplingParams
+
+ProgressFn = Callable[[int, int, str], None]
+
+_USAGE_ERROR = 2
+_RUN_ERROR = 1
+_SECONDS_TO_FINISH = 5  # what requests in flight get when the server is told to stop
+
+app = typer.Typer(
+    name="octavo",
+    help="Serve Llama-family models without ever computing the same prefix twice.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_err = Console(stderr=True, highlight=False)
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A known name (smollm2), a Hugging Face directory, or a GGUF file.",
+    ),
+]
+
+
+def main() -> None:
+    """Entry point of the `octavo` command."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    # A service manager stops a server with SIGTERM: take it for Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    app()
+
+
+def engine_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give `command` one option per field of `EngineConfig` in place of its `**options`."""
+    signature = inspect.signature(command, eval_str=True)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    hints = get_type_hints(EngineConfig)
+    derived = [
+        inspect.Parameter(
+            spec.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=spec.default,
+            annotation=Annotated[
+                hints[spec.name],
+                typer.Option(help=spec.metadata["help"], rich_help_panel="Engine"),
+            ],
+        )
+        for spec in dataclasses.fields(EngineConfig)
+    ]
+    parameters = [*own, *derived]
+    command.__dict__["__signature__"] = signature.replace(parameters=parameters)
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    return command
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"octavo {version('octavo')}")
+        raise typer.Exit
+
+
+@app.callback()
+def octavo(
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Serve Llama-family models without ever computing the same prefix twice."""
+
+
+@app.command()
+@engine_options
+def serve(
+    model: Model,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)
+    ] = 8000,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What clients call the model; by default its own name.")
+    ] = None,
+    **options: Any,
+) -> None:
+    """Serve MODEL over HTTP in the form of OpenAI's API."""
+    config = _engine_config(options)
+    # The port first: to find it taken after minutes of compilation would be late.
+    with _bind(host, port) as listener:
+        with _quiet_interrupt(), _progress_bar() as progress:
+            engine = _engine(model, config, progress)
+            engine.warmup(progress)
+        _run_server(engine, listener, served_model_name or engine.loaded.name)
+
+
+def _run_server(engine: Engine, listener: socket.socket, name: str) -> None:
+    with AsyncEngine(engine, metrics=ServerMetrics(name)) as async_engine:
+        server = _Server(
+            uvicorn.Config(
+                create_app(async_engine, model_name=name),
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=_SECONDS_TO_FINISH,
+            ),
+            announcement=f"serving {name} at {_url(listener)}/v1 (Ctrl-C stops it)",
+        )
+        try:
+            server.run(sockets=[listener])
+        except OSError as error:
+            _give_up(f"cannot listen on {_url(listener)}: {error.strerror or error}", _RUN_ERROR)
+        except KeyboardInterrupt:
+            pass  # uvicorn repeats the signal after it has shut down
+
+
+@app.command()
+@engine_options
+def generate(
+    model: Model,
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="What to continue or, with --chat, to answer.")
+    ],
+    chat: Annotated[
+        bool, typer.Option("--chat/--raw", help="Put the prompt into the model's chat template.")
+    ] = False,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample among the k likeliest; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample among the likeliest of this mass.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Least probability, as a part of the largest.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text.")] = None,
+    ignore_eos: Annotated[bool, typer.Option(help="Go on past the end of the text.")] = False,
+    **options: Any,
+) -> None:
+    """Continue PROMPT on stdout as the text comes; a line of figures follows on stderr."""
+    config = _engine_config(options)
+    try:
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            stop=tuple(stop or ()),
+            ignore_eos=ignore_eos,
+        )
+    except InvalidRequest as error:
+        _give_up(f"--{error.param.replace('_', '-')}: {error}", _USAGE_ERROR)
+    with _quiet_interrupt():
+        with _progress_bar() as progress:
+            engine = _engine(model, config, progress)
+        _print_stream(engine, _prompt_ids(engine.loaded, prompt, chat=chat), params)
+
+
+def _prompt_ids(loaded: LoadedModel, prompt: str, *, chat: bool) -> Sequence[int]:
+    if not chat:
+        return loaded.tokenizer.encode(prompt)
+    if loaded.chat_template is None:
+        _give_up(f"{loaded.name} has no chat template; use --raw", _USAGE_ERROR)
+    try:
+        text = loaded.chat_template.render([{"role": "user", "content": prompt}])
+    except ChatTemplateError as error:
+        _give_up(str(error), _RUN_ERROR)
+    return loaded.tokenizer.encode(text, add_special_tokens=False)
+
+
+def _print_stream(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> None:
+    start = time.perf_counter()
+    first, last = start, None
+    try:
+        for output in engine.stream(prompt, params):
+            if last is None:
+                first = time.perf_counter()
+            last = output
+            sys.stdout.write(output.text)
+            sys.stdout.flush()
+    except InvalidRequest as error:
+        _give_up(f"{error.param}: {error}", _USAGE_ERROR)
+    print()
+    if last is None:
+        return
+    seconds = time.perf_counter() - first
+    rate = (last.num_generated_tokens - 1) / seconds if last.num_generated_tokens > 1 else 0.0
+    _err.print(
+        f"{last.num_generated_tokens} tokens, "
+        f"{last.num_cached_tokens} of {last.num_prompt_tokens} prompt tokens cached, "
+        f"TTFT {first - start:.3f} s, {rate:.1f} tok/s"
+    )
+
+
+def _engine_config(options: dict[str, Any]) -> EngineConfig:
+    try:
+        return EngineConfig(**options)
+    except ValueError as error:
+        _give_up(str(error), _USAGE_ERROR)
+
+
+def _engine(model: str, config: EngineConfig, progress: ProgressFn) -> Engine:
+    progress(0, 0, f"loading {model}")
+    try:
+        loaded = load_model(model, progress=progress)
+    except (OSError, ValueError, ImportError) as error:
+        _give_up(f"cannot load {model!r}: {error}", _RUN_ERROR)
+    try:
+        return Engine(loaded, config)
+    except (OSError, ValueError) as error:
+        _give_up(str(error), _USAGE_ERROR)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    listener = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        return listener
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        reason = error.strerror or error
+        _give_up(f"cannot listen on {host}:{port}: {reason}; choose another --port", _RUN_ERROR)
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _give_up(message: str, code: int) -> NoReturn:
+    _err.print(f"error: {message}", style="red", markup=False, soft_wrap=True)
+    raise typer.Exit(code)
+
+
+@contextlib.contextmanager
+def _quiet_interrupt() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@contextlib.contextmanager
+def _progress_bar() -> Iterator[ProgressFn]:
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=_err, transient=True, disable=not _err.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+
+        def show(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total or None, description=what)
+
+        yield show
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, *, announcement: str) -> None:
+        super().__init__(config)
+        self._announcement = announcement
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, and say so once connections are taken."""
+        await super().startup(sockets=sockets)
+        if self.started:
+            _err.print(self._announcement, markup=False, soft_wrap=True)

@@ -1,0 +1,56 @@
+"""How an engine is set up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def _knob(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The knobs of an engine; the command line is derived from them.
+
+    Raises:
+        ValueError: a value is out of range, naming it.
+    """
+
+    block_size: int = _knob(16, "tokens per KV-cache block")
+    kv_cache_gib: float = _knob(2.0, "memory for the KV cache, in GiB")
+    num_blocks: int | None = _knob(None, "blocks in the KV cache, instead of kv-cache-gib")
+    kv_cache_dtype: str = _knob("auto", "auto (the model's), float32 or bfloat16")
+    max_model_len: int | None = _knob(None, "longest context served; the model's own if not given")
+    max_num_seqs: int = _knob(32, "sequences computed at once")
+    max_num_batched_tokens: int = _knob(512, "tokens computed in one step")
+    enable_prefix_caching: bool = _knob(True, "share blocks between requests with equal prefixes")
+    max_decode_steps: int = _knob(16, "decode steps in one dispatch, at most")
+    decode_slice_ms: float = _knob(
+        100.0, "time that one dispatch of decode steps aims at; a new request waits about as long"
+    )
+    compilation_cache_dir: str = _knob(
+        "~/.cache/octavo/compiled", "where compiled programs are kept between runs; '' for nowhere"
+    )
+
+    def __post_init__(self) -> None:
+        at_least_one = ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_decode_steps")
+        for name in (*at_least_one, "max_model_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        if self.num_blocks is not None and self.num_blocks < 2:
+            raise ValueError(f"num_blocks={self.num_blocks} must be at least 2")
+        for name in ("kv_cache_gib", "decode_slice_ms"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive")
+        if self.kv_cache_dtype not in ("auto", "float32", "bfloat16"):
+            raise ValueError(
+                f"kv_cache_dtype={self.kv_cache_dtype!r} must be auto, float32 or bfloat16"
+            )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
+                f"max_num_seqs={self.max_num_seqs}: every running sequence decodes in a step"
+            )

@@ -1,0 +1,439 @@
+"""The engine: continuous batching over a paged cache that never computes a prefix twice.
+
+A request's life: `add_request` checks it and queues it; `step` admits it (matching its prompt
+against the cache), prefills what missed in chunks beside everybody's decode, publishes every
+block that fills, decodes in loops on device, and gives back its blocks when it ends. Blocks are
+held only by running requests, and leave a request in exactly one place, `_retire`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from ..models import LoadedModel, load_model
+from ..paged import NamespaceKey, Namespaces, OutOfBlocks
+from .config import EngineConfig
+from .outputs import Completion, EngineStats, RequestOutput
+from .request import Request
+from .runner import ModelRunner
+from .sampling_params import InvalidRequest, SamplingParams
+from .scheduler import Scheduler
+from .stops import TextStream
+
+Prompt = str | Sequence[int]
+
+
+class Engine:
+    """Generates text for many requests at once. Synchronous; one thread at a time.
+
+    Args:
+        loaded: model, tokenizer and chat template, from `octavo.models.load_model`.
+        config: see `EngineConfig`.
+
+    Raises:
+        ValueError: model and configuration do not fit together.
+    """
+
+    def __init__(self, loaded: LoadedModel, config: EngineConfig | None = None):
+        self.loaded = loaded
+        self.config = config = config or EngineConfig()
+        _keep_compiled_programs(config.compilation_cache_dir)
+        self._runner = ModelRunner(loaded.model, config)
+        self._scheduler = Scheduler(
+            num_seats=config.max_num_seqs,
+            block_size=config.block_size,
+            token_budget=config.max_num_batched_tokens,
+            share=config.enable_prefix_caching,
+        )
+        self._requests: dict[str, Request] = {}
+        self._namespaces = Namespaces()
+        self._step_seconds: dict[int, float] = {}
+        self._count = dict.fromkeys(
+            (
+                "prefix_query_tokens",
+                "prefix_hit_tokens",
+                "prompt_tokens",
+                "prefilled_tokens",
+                "generated_tokens",
+                "num_preemptions",
+                "num_finished",
+                "num_cancelled",
+            ),
+            0,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str,
+        *,
+        progress: Callable[[int, int, str], None] | None = None,
+        **config: object,
+    ) -> Engine:
+        """Load a model by name or path and set up an engine; keywords are `EngineConfig`'s.
+
+        Args:
+            name: a name that `octavo.models.load_model` knows, a directory or a GGUF file.
+            progress: called with (done, total, what) while loading.
+            **config: fields of `EngineConfig`.
+        """
+        settings = EngineConfig(**config)  # pyright: ignore[reportArgumentType]
+        return cls(load_model(name, progress=progress), settings)
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest context that a request can reach, in tokens."""
+        return self._runner.layout.max_model_len
+
+    # ---- requests --------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        cache_salt: str = "",
+        request_id: str | None = None,
+    ) -> str:
+        """Queue a request.
+
+        Args:
+            prompt: text, or token ids.
+            params: how to sample and when to stop.
+            cache_salt: only requests with the same salt share blocks.
+            request_id: its name; None makes one.
+
+        Returns:
+            The request's id.
+
+        Raises:
+            InvalidRequest: the request can never be served; nothing has changed.
+        """
+        params = params or SamplingParams()
+        request_id = request_id or secrets.token_hex(8)
+        if request_id in self._requests:
+            raise InvalidRequest(f"{request_id=} is in use", param="request_id")
+        tokens = self._prompt_tokens(prompt)
+        max_tokens = self._max_tokens(len(tokens), params)
+        buffer = np.zeros(len(tokens) + max_tokens, np.int32)
+        buffer[: len(tokens)] = tokens
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= frozenset(self.loaded.eos_token_ids)
+        seed = secrets.randbits(32) if params.seed is None else params.seed % (1 << 32)
+        request = Request(
+            request_id=request_id,
+            params=params,
+            tokens=buffer,
+            num_prompt_tokens=len(tokens),
+            num_tokens=len(tokens),
+            max_tokens=max_tokens,
+            stop_ids=stop_ids,
+            seed=seed,
+            namespace=self._namespaces.id_of(
+                NamespaceKey(
+                    model=self.loaded.fingerprint,
+                    cache_dtype=self._runner.layout.dtype.name,
+                    salt=cache_salt,
+                )
+            ),
+            text=TextStream(self.loaded.tokenizer.detokenizer(), params.stop),
+        )
+        self._requests[request_id] = request
+        self._scheduler.waiting.append(request)
+        return request_id
+
+    def _prompt_tokens(self, prompt: Prompt) -> np.ndarray:
+        vocab = self.loaded.config.vocab_size
+        ids = self.loaded.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise InvalidRequest("the prompt is empty; give at least one token", param="prompt")
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int | np.integer):
+                raise InvalidRequest(f"token {token!r} must be an integer", param="prompt")
+            if not 0 <= token < vocab:
+                raise InvalidRequest(
+                    f"token id {token} is outside the vocabulary [0, {vocab})", param="prompt"
+                )
+        if len(ids) >= self.max_model_len:
+            raise InvalidRequest(
+                f"the prompt has {len(ids)} tokens; the context holds {self.max_model_len} with "
+                "at least one to generate",
+                param="prompt",
+            )
+        return np.asarray(ids, np.int32)
+
+    def _max_tokens(self, num_prompt: int, params: SamplingParams) -> int:
+        # The newest token is never written to the cache.
+        num_slots = (self._runner.layout.shape[0] - 1) * self.config.block_size + 1
+        room = min(self.max_model_len, num_slots) - num_prompt
+        if room < 1:
+            raise InvalidRequest(
+                f"the prompt has {num_prompt} tokens; the KV cache holds {num_slots - 1}: it can "
+                "never fit. Give the cache more blocks",
+                param="prompt",
+            )
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise InvalidRequest(
+                f"max_tokens={params.max_tokens} and a prompt of {num_prompt} tokens do not fit "
+                f"the context of {self.max_model_len} and the KV cache of {num_slots - 1}; "
+                f"at most {room} fit",
+                param="max_tokens",
+            )
+        return room if params.max_tokens is None else params.max_tokens
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request now and give back its blocks; False if it is not here (any more)."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        request.finish_reason = "cancelled"
+        self._retire(request)
+        return True
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that wait or run."""
+        return len(self._requests)
+
+    # ---- steps -----------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Run one dispatch on device; returns what each request gained by it."""
+        self._admit_waiting()
+        running = self._scheduler.running
+        if not running:
+            if self._scheduler.waiting:
+                raise OutOfBlocks("no request runs and yet the next one finds no blocks")
+            return []
+        advanced = self._packed_step() if any(r.needs_prefill for r in running) else self._decode()
+        for request in advanced:
+            if request.finish_reason is not None:
+                self._retire(request)
+        return [request.take_output() for request in advanced]
+
+    def _admit_waiting(self) -> None:
+        for request in self._scheduler.candidates():
+            cached = self._runner.admit(request, self._scheduler.next_seat())
+            if cached is None:
+                return
+            self._scheduler.start(request)
+            request.num_published = cached
+            request.num_computed = cached * self.config.block_size
+            if request.num_cached_tokens is None:
+                request.num_cached_tokens = request.num_computed
+                self._count["prompt_tokens"] += request.num_prompt_tokens
+                self._count["prefix_query_tokens"] += request.num_prompt_tokens
+                self._count["prefix_hit_tokens"] += request.num_computed
+
+    def _packed_step(self) -> list[Request]:
+        self._make_room(1)
+        work = self._scheduler.prefill_work()
+        if not work:
+            return []
+        prefilling = [request.needs_prefill for request, _ in work]
+        next_tokens = self._runner.packed(work)
+        advanced = []
+        for (request, count), token, prefill in zip(work, next_tokens, prefilling, strict=True):
+            request.num_computed += count
+            self._count["prefilled_tokens"] += count if prefill else 0
+            if request.num_computed == request.num_tokens:
+                self._take_tokens(request, [int(token)])
+                advanced.append(request)
+        self._publish([request for request, _ in work])
+        return advanced
+
+    def _decode(self) -> list[Request]:
+        num_steps = self._num_steps(len(self._scheduler.running))
+        self._make_room(num_steps)
+        running = list(self._scheduler.running)
+        begin = time.perf_counter()
+        out = self._runner.decode(running, num_steps)
+        seconds = time.perf_counter() - begin
+        executed = int((out >= 0).any(axis=1).sum())
+        self._note_seconds(len(running), seconds / max(executed, 1))
+        for column, request in enumerate(running):
+            tokens = [int(token) for token in out[:, column] if token >= 0]
+            taken = self._take_tokens(request, tokens)
+            # The newest token's keys and values are written by the step that follows it.
+            request.num_computed += taken
+        self._publish(running)
+        return running
+
+    def _take_tokens(self, request: Request, tokens: Sequence[int]) -> int:
+        """Append tokens up to the request's end; returns how many were taken."""
+        for taken, token in enumerate(tokens, start=1):
+            request.add_token(token)
+            self._count["generated_tokens"] += 1
+            if request.finish_reason is not None:
+                return taken
+        return len(tokens)
+
+    def _publish(self, requests: Sequence[Request]) -> None:
+        if self.config.enable_prefix_caching:
+            self._runner.publish(requests)
+
+    def _num_steps(self, num_running: int) -> int:
+        """Decode steps that fill one slice of time, so that nobody new waits much longer."""
+        seconds = self._step_seconds.get(num_running)
+        if seconds is None:
+            return 1
+        steps = int(self.config.decode_slice_ms / 1000 / seconds)
+        return max(1, min(steps, self.config.max_decode_steps))
+
+    def _note_seconds(self, num_running: int, seconds: float) -> None:
+        before = self._step_seconds.get(num_running, seconds)
+        self._step_seconds[num_running] = 0.5 * before + 0.5 * seconds
+
+    def _make_room(self, more: int) -> None:
+        """Give every decoding request room for `more` tokens, preempting the newest if need be.
+
+        The oldest always finds room in the end: alone it fits the pool, as `add_request` checked.
+        """
+        while True:
+            decoding = [r for r in self._scheduler.running if not r.needs_prefill]
+            if self._runner.reserve(decoding, more):
+                return
+            if len(self._scheduler.running) == 1:
+                raise OutOfBlocks("a request that runs alone must fit the pool, and does not")
+            self._preempt(self._scheduler.running[-1])
+
+    def _preempt(self, request: Request) -> None:
+        # Its blocks stay cached, so that resuming finds what has not been evicted meanwhile.
+        self._runner.release(request)
+        self._scheduler.leave(request)
+        request.num_computed = request.num_published = 0
+        self._scheduler.waiting.appendleft(request)
+        self._count["num_preemptions"] += 1
+
+    def _retire(self, request: Request) -> None:
+        if request.seat is not None:
+            self._runner.release(request)
+            self._scheduler.leave(request)
+        else:
+            self._scheduler.waiting.remove(request)
+        del self._requests[request.request_id]
+        cancelled = request.finish_reason == "cancelled"
+        self._count["num_cancelled" if cancelled else "num_finished"] += 1
+
+    # ---- whole answers ---------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Answer prompts together and return when all are done, in their order.
+
+        Args:
+            prompts: one prompt or several.
+            params: one for all, or one for each.
+
+        Raises:
+            InvalidRequest: a prompt or its parameters cannot be served; none has started.
+        """
+        many = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params] * len(many)
+        if len(each) != len(many):
+            raise ValueError(f"{len(each)} sampling params for {len(many)} prompts")
+        ids: list[str] = []
+        try:
+            for prompt, own in zip(many, each, strict=True):
+                ids.append(self.add_request(prompt, own))  # pyright: ignore[reportArgumentType]
+            parts: dict[str, list[RequestOutput]] = {i: [] for i in ids}
+            while any(i in self._requests for i in ids):
+                for output in self.step():
+                    if output.request_id in parts:
+                        parts[output.request_id].append(output)
+        finally:
+            for i in ids:
+                self.cancel(i)
+        return [_join(parts[i]) for i in ids]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str = ""
+    ) -> Iterator[RequestOutput]:
+        """Answer one prompt, yielding text as it comes; leaving the loop cancels the request."""
+        request_id = self.add_request(prompt, params, cache_salt=cache_salt)
+        try:
+            while request_id in self._requests:
+                yield from (o for o in self.step() if o.request_id == request_id)
+        finally:
+            self.cancel(request_id)
+
+    # ---- state -----------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """Where the engine stands; reads three counters from the device."""
+        blocks = self._runner.stats()
+        return EngineStats(
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            num_blocks=self._runner.layout.shape[0] - 1,
+            num_free_blocks=int(blocks.num_free),
+            num_cached_blocks=int(blocks.num_cached),
+            num_active_blocks=int(blocks.num_active),
+            **self._count,
+        )
+
+    def check_invariants(self) -> None:
+        """Check the block manager; raises `octavo.paged.InvariantViolation` on a fault."""
+        self._runner.check_invariants()
+
+    def warmup(self, progress: Callable[[int, int, str], None] | None = None) -> int:
+        """Compile every program of the steps, so that no request waits for a compilation.
+
+        Args:
+            progress: called with (done, total, what) before each program and at the end.
+
+        Returns:
+            The number of programs.
+        """
+        programs = list(self._runner.warmups())
+        for done, (name, compile_it) in enumerate(programs):
+            if progress is not None:
+                progress(done, len(programs), name)
+            compile_it()
+        if progress is not None:
+            progress(len(programs), len(programs), "ready")
+        return len(programs)
+
+    @property
+    def num_programs(self) -> int:
+        """Step programs traced so far; bounded by what `warmup` returns."""
+        return self._runner.num_traces
+
+
+def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
+    return isinstance(prompts, str) or (
+        len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
+    )
+
+
+def _join(parts: Sequence[RequestOutput]) -> Completion:
+    last = parts[-1]
+    assert last.finish_reason is not None
+    return Completion(
+        text="".join(part.text for part in parts),
+        token_ids=tuple(token for part in parts for token in part.token_ids),
+        finish_reason=last.finish_reason,
+        num_prompt_tokens=last.num_prompt_tokens,
+        num_cached_tokens=last.num_cached_tokens,
+    )
+
+
+def _keep_compiled_programs(folder: str) -> None:
+    # Whoever has chosen a folder for this process keeps it.
+    if not folder or jax.config.jax_compilation_cache_dir:
+        return
+    path = Path(folder).expanduser()
+    path.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,0 +1,82 @@
+"""What an engine gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOutput:
+    """What one request gained in a step.
+
+    Attributes:
+        request_id: the request.
+        text: text that became certain since the last output.
+        token_ids: tokens generated since the last output.
+        finish_reason: None while the request goes on.
+        num_prompt_tokens: tokens in the prompt.
+        num_cached_tokens: tokens of the prompt that were found in the cache.
+        num_generated_tokens: tokens generated so far.
+    """
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated_tokens: int
+
+    @property
+    def finished(self) -> bool:
+        """Whether this is the request's last output."""
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """The whole answer to one prompt; fields as in `RequestOutput`."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """Where an engine stands.
+
+    Attributes:
+        num_running, num_waiting: requests now.
+        num_blocks: blocks in the pool, the null block not counted.
+        num_free_blocks, num_cached_blocks, num_active_blocks: add up to `num_blocks`.
+        prefix_query_tokens: prompt tokens looked up in the cache; once per request.
+        prefix_hit_tokens: those that were found.
+        prompt_tokens: prompt tokens of all admitted requests.
+        prefilled_tokens: tokens that prefill steps computed, recomputation after a preemption
+            included.
+        generated_tokens: tokens generated.
+        num_preemptions: times that a request gave back its blocks to let others go on.
+        num_finished: requests that ended by themselves.
+        num_cancelled: requests that were ended from outside.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_active_blocks: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    prompt_tokens: int
+    prefilled_tokens: int
+    generated_tokens: int
+    num_preemptions: int
+    num_finished: int
+    num_cancelled: int

@@ -1,0 +1,170 @@
+"""The two compiled steps of the engine: a packed batch of tokens, and a loop of decode steps.
+
+Both take the weights as a flat list of arrays (fast to dispatch), donate the KV cache, and read
+the block tables by seat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ..models import Llama
+from ..paged import PagedBatch, token_positions, token_slots
+from .sampling import SamplingRows, sample
+
+KVCache = tuple[jax.Array, ...]
+NUM_STOP_IDS = 8
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class PackedRows:
+    """R sequences of a packed step; `int32[R]` each, zeros for padding.
+
+    Attributes:
+        seat: row of the block tables.
+        context_len: tokens in the cache, the step's own included.
+        query_len: the step's own tokens.
+    """
+
+    seat: jax.Array
+    context_len: jax.Array
+    query_len: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class DecodeRows:
+    """R sequences of a decode loop; `int32[R]` where not said.
+
+    Attributes:
+        seat: row of the block tables.
+        token: newest token, not yet in the cache.
+        context_len: tokens in the cache.
+        limit: most tokens to generate; 0 for padding.
+        stop_ids: `int32[R, E]` tokens that end the row, -1 for none.
+    """
+
+    seat: jax.Array
+    token: jax.Array
+    context_len: jax.Array
+    limit: jax.Array
+    stop_ids: jax.Array
+
+
+class Programs:
+    """Jitted steps for one model.
+
+    Attributes:
+        num_traces: how often a step has been traced, which is how many programs there are.
+    """
+
+    def __init__(self, model: Llama, *, block_size: int, max_decode_steps: int):
+        graphdef, state = nnx.split(model)
+        self.weights, self._treedef = jax.tree.flatten(state)
+        self._graphdef = graphdef
+        self._block_size = block_size
+        self._max_steps = max_decode_steps
+        self.num_traces = 0
+        self.packed: Callable[..., tuple[jax.Array, KVCache]] = jax.jit(
+            self._packed, donate_argnums=1
+        )
+        self.decode: Callable[..., tuple[jax.Array, KVCache]] = jax.jit(
+            self._decode, donate_argnums=1
+        )
+
+    def _model(self, weights: list[jax.Array]) -> Llama:
+        return nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, weights))
+
+    def _packed(
+        self,
+        weights: list[jax.Array],
+        kv_cache: KVCache,
+        block_ids: jax.Array,
+        tokens: jax.Array,
+        rows: PackedRows,
+        sampling: SamplingRows,
+    ) -> tuple[jax.Array, KVCache]:
+        """Compute packed `tokens: int32[T]`; returns each row's next token `int32[R]`."""
+        self.num_traces += 1
+        start = jnp.concatenate(
+            [jnp.zeros(1, jnp.int32), jnp.cumsum(rows.query_len, dtype=jnp.int32)]
+        )
+        seq, position, live = token_positions(rows.context_len, start, tokens.shape[0])
+        tables = block_ids[rows.seat]
+        batch = PagedBatch(
+            block_tables=tables,
+            context_lens=rows.context_len,
+            query_start=start,
+            slots=token_slots(tables, seq, position, live, self._block_size),
+            logit_rows=jnp.maximum(start[1:] - 1, 0),
+            max_query_len=tokens.shape[0],
+        )
+        logits, kv_cache = self._model(weights)(tokens, position, kv_cache, batch)
+        return sample(logits, sampling), kv_cache
+
+    def _decode(
+        self,
+        weights: list[jax.Array],
+        kv_cache: KVCache,
+        block_ids: jax.Array,
+        rows: DecodeRows,
+        sampling: SamplingRows,
+        num_steps: jax.Array,
+    ) -> tuple[jax.Array, KVCache]:
+        """Generate up to `num_steps: int32[]` tokens per row; returns `int32[steps, R]`.
+
+        A row stops after one of its stop tokens or at its limit; its further entries are -1.
+        """
+        self.num_traces += 1
+        model = self._model(weights)
+        num_rows = rows.seat.shape[0]
+        row = jnp.arange(num_rows, dtype=jnp.int32)
+        tables = block_ids[rows.seat]
+
+        def going(carry: tuple) -> jax.Array:
+            step, _, _, active, _, _ = carry
+            return (step < num_steps) & jnp.any(active)
+
+        def one(carry: tuple) -> tuple:
+            step, token, length, active, kv_cache, out = carry
+            batch = PagedBatch(
+                block_tables=tables,
+                context_lens=jnp.where(active, length + 1, 0),
+                query_start=jnp.arange(num_rows + 1, dtype=jnp.int32),
+                slots=token_slots(tables, row, length, active, self._block_size),
+                logit_rows=row,
+                max_query_len=1,
+            )
+            logits, kv_cache = model(token, length, kv_cache, batch)
+            drawn = sample(logits, replace(sampling, index=sampling.index + step))
+            out = out.at[step].set(jnp.where(active, drawn, -1))
+            stopped = jnp.any(drawn[:, None] == rows.stop_ids, axis=-1)
+            length = length + active.astype(jnp.int32)
+            still = active & ~stopped & (step + 1 < rows.limit)
+            return step + 1, jnp.where(still, drawn, token), length, still, kv_cache, out
+
+        out = jnp.full((self._max_steps, num_rows), -1, jnp.int32)
+        carry = (jnp.int32(0), rows.token, rows.context_len, rows.limit > 0, kv_cache, out)
+        *_, kv_cache, out = jax.lax.while_loop(going, one, carry)
+        return out, kv_cache
+
+
+def buckets(smallest: int, largest: int) -> tuple[int, ...]:
+    """Sizes that a dimension is padded to: doubling from `smallest` up to `largest` itself."""
+    sizes = []
+    size = min(smallest, largest)
+    while size < largest:
+        sizes.append(size)
+        size *= 2
+    return (*sizes, largest)
+
+
+def bucket_for(size: int, sizes: tuple[int, ...]) -> int:
+    """The smallest bucket that holds `size`."""
+    return next(s for s in sizes if s >= size)

@@ -1,0 +1,326 @@
+"""What a request may contain: OpenAI's completions and chat bodies, strictly read.
+
+No value is converted ("5" is not 5, true is not 1) and no field is ignored. A field of OpenAI's
+that this server does not implement is refused by name, unless its value asks for nothing: those
+values are the tables `neutral` below. Ranges of sampling values are checked in one place,
+`SamplingParams`; only what is about HTTP is checked here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, LiteralString
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic_core import PydanticCustomError
+
+from .sampling_params import SamplingParams
+
+MAX_CHOICES_PER_PROMPT = 128
+MAX_CHOICES = 1024
+MAX_STOP_STRINGS = 16
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; a chat answers up to the context length
+
+
+def _fail(
+    message: str, *, param: str | None = None, code: LiteralString = "invalid_value"
+) -> PydanticCustomError:
+    """An error about the value being read or, with `param`, about that field of the object."""
+    return PydanticCustomError(code, "{message}", {"message": message, "param": param})
+
+
+def _check_text(text: Any) -> str:
+    if not isinstance(text, str):
+        raise _fail(f"expected a string, not {_kind(text)}")
+    if "\0" in text:
+        raise _fail("the text holds a NUL character; if it is meant, send token ids")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _fail(f"the text holds half of a surrogate pair at {error.start}") from None
+    return text
+
+
+def _kind(value: Any) -> str:
+    names = {bool: "a boolean", int: "an integer", float: "a number", str: "a string"}
+    names |= {list: "an array", dict: "an object", type(None): "null"}
+    return names.get(type(value), type(value).__name__)
+
+
+def _check_prompts(value: Any) -> Sequence[str | list[int]]:
+    """Any of OpenAI's four forms, as a list of prompts."""
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise _fail("expected a string, token ids, or a non-empty array of either")
+    if all(type(token) is int for token in value):
+        return [value]
+    if all(isinstance(prompt, str) for prompt in value):
+        prompts = [_check_text(prompt) for prompt in value]
+    elif all(isinstance(prompt, list) for prompt in value):
+        if not all(type(token) is int for prompt in value for token in prompt):
+            raise _fail("token ids must be integers")
+        prompts = value
+    else:
+        raise _fail("expected only strings, only integers, or only arrays of integers")
+    if not all(prompts):
+        raise _fail("a prompt is empty; the model needs at least one token")
+    return prompts
+
+
+def _check_content(value: Any) -> str:
+    """A message's text; text parts are joined by line breaks, as vLLM does."""
+    if not isinstance(value, list):
+        return _check_text(value)
+    if not value:
+        raise _fail("expected a string or a non-empty array of text parts")
+    texts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise _fail(f"only parts of type 'text' are supported, not {kind!r:.40}")
+        if extra := sorted(part.keys() - {"type", "text"}):
+            raise _fail(f"a text part has no field {extra[0]!r:.40}")
+        texts.append(_check_text(part.get("text")))
+    return "\n".join(texts)
+
+
+def _check_stop(value: Any) -> tuple[str, ...]:
+    stop = [value] if isinstance(value, str) else value
+    stop = [] if stop is None else stop
+    if not isinstance(stop, list) or len(stop) > MAX_STOP_STRINGS:
+        raise _fail(f"expected a string or an array of at most {MAX_STOP_STRINGS} strings")
+    if not all(stop):
+        raise _fail("a stop string is empty")
+    return tuple(_check_text(text) for text in stop)
+
+
+def _check_salt(value: str) -> str:
+    if not value:
+        raise _fail("the salt is empty; leave it out to share the cache with everybody")
+    return value
+
+
+Text = Annotated[str, AfterValidator(_check_text)]
+Prompts = Annotated[
+    Sequence[str | list[int]],
+    PlainValidator(
+        _check_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]
+    ),
+]
+Content = Annotated[
+    str, PlainValidator(_check_content, json_schema_input_type=str | list[dict[str, str]])
+]
+Stop = Annotated[
+    tuple[str, ...], PlainValidator(_check_stop, json_schema_input_type=str | list[str] | None)
+]
+NumChoices = Annotated[int, Field(ge=1, le=MAX_CHOICES_PER_PROMPT)]
+Salt = Annotated[Text, AfterValidator(_check_salt)]
+
+
+class _Body(BaseModel):
+    """A JSON object whose unsupported fields are dropped if neutral, and else refused."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        asking = {name: value for name, value in data.items() if not cls._is_neutral(name, value)}
+        if unsupported := cls.neutral.keys() & asking.keys():
+            name = min(unsupported)
+            message = f"`{name}` is not supported by this server; leave it out"
+            raise _fail(message, param=name, code="unsupported_parameter")
+        return asking
+
+    @classmethod
+    def _is_neutral(cls, name: str, value: Any) -> bool:
+        # Types are compared too: 0 and false are not the same request.
+        values = cls.neutral.get(name, ())
+        return any(type(value) is type(same) and value == same for same in values)
+
+
+class StreamOptions(_Body):
+    """OpenAI's `stream_options`."""
+
+    neutral = {"include_obfuscation": (None, False), "continuous_usage_stats": (None, False)}
+
+    include_usage: bool | None = None
+
+
+class GenerationRequest(_Body):
+    """The fields that completions and chat have in common."""
+
+    model: Text
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: NumChoices | None = None
+    stop: Stop = ()
+    seed: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Text | None = Field(default=None, description="Accepted and not used.")
+    top_k: int | None = Field(default=None, description="An extension; 0 means all tokens.")
+    min_p: float | None = Field(default=None, description="An extension.")
+    ignore_eos: bool | None = Field(default=None, description="An extension.")
+    stop_token_ids: list[int] | None = Field(default=None, description="An extension.")
+    cache_salt: Salt | None = Field(
+        default=None, description="An extension: only equal salts share cached prefixes."
+    )
+
+    @model_validator(mode="after")
+    def _usage_only_in_a_stream(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise _fail("`stream_options` is only for `stream`: true", param="stream_options")
+        return self
+
+    @property
+    def num_choices(self) -> int:
+        """How many answers are wanted per prompt."""
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk of token counts."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def _token_limit(self) -> int | None:
+        raise NotImplementedError
+
+    def sampling_params(self) -> list[SamplingParams]:
+        """One per choice; a seed s becomes s, s + 1, …. Raises InvalidRequest, naming the field."""
+        names = ("temperature", "top_p", "top_k", "min_p", "ignore_eos")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        seeds = [None if self.seed is None else self.seed + i for i in range(self.num_choices)]
+        return [
+            SamplingParams(
+                max_tokens=self._token_limit(),
+                seed=seed,
+                stop=self.stop,
+                stop_token_ids=tuple(self.stop_token_ids or ()),
+                **given,
+            )
+            for seed in seeds
+        ]
+
+    def field_of(self, param: str) -> str:
+        """The field of this body that the engine's `param` came from."""
+        return param
+
+
+_NEUTRAL = {
+    "frequency_penalty": (None, 0, 0.0),
+    "presence_penalty": (None, 0, 0.0),
+    "repetition_penalty": (None, 1, 1.0),
+    "length_penalty": (None, 1, 1.0),
+    "logit_bias": (None, {}),
+    "min_tokens": (None, 0),
+    "prompt_logprobs": (None,),
+    "use_beam_search": (None, False),
+    "skip_special_tokens": (None, True),
+    "include_stop_str_in_output": (None, False),
+    "priority": (None, 0),
+}
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of POST /v1/completions."""
+
+    neutral = _NEUTRAL | {
+        "best_of": (None, 1),
+        "echo": (None, False),
+        "logprobs": (None, False),
+        "suffix": (None, ""),
+        "add_special_tokens": (None, True),
+    }
+
+    prompt: Prompts
+
+    @model_validator(mode="after")
+    def _not_too_many(self) -> CompletionRequest:
+        if len(self.prompt) * self.num_choices > MAX_CHOICES:
+            asked = f"{len(self.prompt)} prompts of {self.num_choices} choices each"
+            raise _fail(f"{asked} are more than {MAX_CHOICES} choices at once", param="prompt")
+        return self
+
+    def _token_limit(self) -> int | None:
+        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+
+class Message(_Body):
+    """One message of a chat; `developer` is read as `system`, and tools are not supported."""
+
+    neutral = {
+        "name": (None,),
+        "refusal": (None,),
+        "audio": (None,),
+        "annotations": (None, []),
+        "function_call": (None,),
+        "tool_calls": (None, []),
+    }
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+
+    def for_template(self) -> dict[str, str]:
+        """The message as chat templates expect it."""
+        return {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.content,
+        }
+
+
+class ChatRequest(GenerationRequest):
+    """Body of POST /v1/chat/completions."""
+
+    neutral = _NEUTRAL | {
+        "logprobs": (None, False),
+        "top_logprobs": (None, 0),
+        "response_format": (None, {"type": "text"}),
+        "tools": (None, []),
+        "tool_choice": (None, "none", "auto"),
+        "parallel_tool_calls": (None, True, False),
+        "functions": (None, []),
+        "function_call": (None, "none", "auto"),
+        "modalities": (None, ["text"]),
+        "audio": (None,),
+        "prediction": (None,),
+        "reasoning_effort": (None, "none"),
+        "verbosity": (None,),
+        "web_search_options": (None,),
+        "service_tier": (None, "auto", "default"),
+        "store": (None, False),
+        "metadata": (None, {}),
+        "prompt_cache_key": (None,),
+        "safety_identifier": (None,),
+        "add_generation_prompt": (None, True),
+        "continue_final_message": (None, False),
+        "chat_template_kwargs": (None, {}),
+    }
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> ChatRequest:
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            message = "`max_tokens` and `max_completion_tokens` say different things; give one"
+            raise _fail(message, param="max_completion_tokens")
+        return self
+
+    def _token_limit(self) -> int | None:
+        if self.max_completion_tokens is None:
+            return self.max_tokens
+        return self.max_completion_tokens
+
+    def field_of(self, param: str) -> str:
+        """The field of this body that the engine's `param` came from."""
+        if param == "max_tokens" and self.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        return "messages" if param == "prompt" else param

@@ -1,0 +1,92 @@
+"""A request on its way through the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .outputs import FinishReason, RequestOutput
+from .sampling_params import SamplingParams
+from .stops import TextStream
+
+
+@dataclass(kw_only=True, eq=False)
+class Request:
+    """The host's side of one request.
+
+    Attributes:
+        tokens: `int32[capacity]` prompt and generated tokens; the first `num_tokens` count.
+        num_prompt_tokens, num_tokens: lengths.
+        max_tokens: generated tokens at most, resolved.
+        stop_ids: tokens that end it.
+        seed: `uint32` value.
+        namespace: id of what it may share blocks with.
+        seat: its row while it runs, else None.
+        num_computed: tokens whose keys and values are in the cache.
+        num_published: blocks that the index has seen.
+        num_cached_tokens: prompt tokens found in the cache when it was first admitted.
+    """
+
+    request_id: str
+    params: SamplingParams
+    tokens: np.ndarray
+    num_prompt_tokens: int
+    num_tokens: int
+    max_tokens: int
+    stop_ids: frozenset[int]
+    seed: int
+    namespace: int
+    text: TextStream
+    seat: int | None = None
+    num_computed: int = 0
+    num_published: int = 0
+    num_cached_tokens: int | None = None
+    finish_reason: FinishReason | None = None
+    _new_text: list[str] = field(default_factory=list)
+    _new_tokens: list[int] = field(default_factory=list)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated so far."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def needs_prefill(self) -> bool:
+        """Whether more than the newest token waits to be computed."""
+        return self.num_computed < self.num_tokens - 1 or self.num_generated == 0
+
+    def add_token(self, token_id: int) -> None:
+        """Take a sampled token and decide whether it is the last."""
+        self.tokens[self.num_tokens] = token_id
+        self.num_tokens += 1
+        self._new_tokens.append(token_id)
+        if token_id in self.stop_ids:
+            self._end("stop")
+            return
+        text, stopped = self.text.add(token_id)
+        self._new_text.append(text)
+        if stopped:
+            self.finish_reason = "stop"
+        elif self.num_generated >= self.max_tokens:
+            self._end("length")
+
+    def _end(self, reason: FinishReason) -> None:
+        text, stopped = self.text.flush()
+        self._new_text.append(text)
+        self.finish_reason = "stop" if stopped else reason
+
+    def take_output(self) -> RequestOutput:
+        """What was gained since the last call."""
+        output = RequestOutput(
+            request_id=self.request_id,
+            text="".join(self._new_text),
+            token_ids=tuple(self._new_tokens),
+            finish_reason=self.finish_reason,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens or 0,
+            num_generated_tokens=self.num_generated,
+        )
+        self._new_text.clear()
+        self._new_tokens.clear()
+        return output
