@@ -57,7 +57,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     class Generation(Extension):
         """`{% generation %}` marks what the assistant said, for training; it renders as it is."""
 
-        tags = frozenset({"generation"})
+        tags = {"generation"}  # noqa: RUF012  (as the base class declares it)
 
         def parse(self, parser: Parser) -> list[nodes.Node]:
             next(parser.stream)

@@ -32,7 +32,16 @@ import jax.numpy as jnp
 
 from ..pallas_kernels import NULL_BLOCK
 from . import hashing
-from .index import PrefixIndex, evict, find_block, init_index, insert_block, match, touch
+from .index import (
+    PrefixIndex,
+    evict,
+    find_block,
+    init_index,
+    insert_block,
+    limit_clock,
+    match,
+    touch,
+)
 from .pool import BlockPool, allocate, decref, incref, init_pool
 from .tables import BlockTables
 
@@ -129,13 +138,11 @@ def admit(
     valid &= tables.num_blocks[seat] == 0
 
     cached, matched = match(state.index, tokens, (num_tokens - 1) // block_size, namespace)
-    shared = jnp.where(valid, cached, NULL_BLOCK)
+    state, ok = reserve(state, needed - matched, spare=cached, enabled=valid)
+    shared = jnp.where(ok, cached, NULL_BLOCK)
     pool, _ = incref(state.pool, shared)
-    reserved, ok = reserve(replace(state, pool=pool), needed - matched, enabled=valid)
-    pool, fresh, _ = allocate(reserved.pool, jnp.where(ok, needed - matched, 0), max_blocks)
-    # Taken back when the pool is short: the references were what kept eviction off the prefix.
-    pool, _ = decref(pool, jnp.where(ok, NULL_BLOCK, shared), reserved.index.indexed)
-    index = jax.lax.cond(ok, touch, lambda index, _: index, reserved.index, shared)
+    pool, fresh, _ = allocate(pool, jnp.where(ok, needed - matched, 0), max_blocks)
+    index = jax.lax.cond(ok, touch, lambda index, _: index, state.index, shared)
 
     column = jnp.arange(max_blocks, dtype=jnp.int32)
     row = jnp.where(column < matched, cached, fresh[jnp.maximum(column - matched, 0)])
@@ -184,9 +191,19 @@ def append(
 
 
 def reserve(
-    state: CacheState, count: jax.typing.ArrayLike, *, enabled: jax.typing.ArrayLike = True
+    state: CacheState,
+    count: jax.typing.ArrayLike,
+    *,
+    spare: jax.Array | None = None,
+    enabled: jax.typing.ArrayLike = True,
 ) -> tuple[CacheState, jax.Array]:
     """Make sure that `count: int32[]` blocks are free, evicting cached ones if need be.
+
+    Args:
+        state: the manager.
+        count: blocks that must be free afterwards.
+        spare: `int32[n]` blocks of one path from its root that must stay; None means none.
+        enabled: `bool[]`; False means that nothing is wanted.
 
     Returns:
         `(state, ok bool[])`; with `enabled` False, or too few blocks even so, nothing changes.
@@ -194,6 +211,8 @@ def reserve(
     count = jnp.asarray(count, jnp.int32)
     short = count - state.pool.num_free
     evictable = state.index.indexed & (state.pool.ref_count == 0)
+    if spare is not None:
+        evictable = evictable.at[spare].set(False)
     ok = enabled & (short <= jnp.sum(evictable, dtype=jnp.int32))
 
     def make_room(state: CacheState) -> CacheState:
@@ -231,6 +250,8 @@ def publish(
     num_pool = state.pool.num_blocks
     count = jnp.asarray(count, jnp.int32)
     seat, column = filled.seat, filled.column
+    if seat.shape[0] == 0:
+        return state, tables, count == 0
     row = jnp.clip(seat, 0, num_seqs - 1)
     inside = (seat >= 0) & (seat < num_seqs) & (column >= 0)
     inside &= column < tables.num_blocks[row]
@@ -287,7 +308,13 @@ def release(
     inside = (seat >= 0) & (seat < num_seqs)
     ok = inside & (tables.num_blocks[jnp.where(inside, seat, 0)] > 0)
     row = jnp.where(ok, tables.block_ids[jnp.where(inside, seat, 0)], NULL_BLOCK)
-    index = jax.lax.cond(ok, touch, lambda index, _: index, state.index, row)
+    index = jax.lax.cond(
+        ok,
+        lambda index, row: touch(limit_clock(index), row),
+        lambda index, _: index,
+        state.index,
+        row,
+    )
     pool, _ = decref(state.pool, row, index.indexed)
     target = jnp.where(ok, seat, num_seqs)
     tables = BlockTables(

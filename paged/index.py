@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from ..pallas_kernels import NULL_BLOCK
 from . import hashing
 
-# Past this the access clock is compressed to ranks, long before int32 would overflow.
+# Past this access times are replaced by ranks, long before int32 would overflow.
 _CLOCK_LIMIT = 1 << 30
 
 
@@ -184,7 +184,6 @@ def touch(index: PrefixIndex, block_ids: jax.Array) -> PrefixIndex:
         index: the index.
         block_ids: `int32[n]` from the root down; null and unindexed blocks are passed over.
     """
-    index = jax.lax.cond(index.clock >= _CLOCK_LIMIT, _compress_clock, lambda x: x, index)
     count = block_ids.shape[0]
     used = (block_ids != NULL_BLOCK) & index.indexed[block_ids]
     target = jnp.where(used, block_ids, index.indexed.shape[0])
@@ -262,7 +261,12 @@ def _is_block(
     )
 
 
-def _compress_clock(index: PrefixIndex) -> PrefixIndex:
+def limit_clock(index: PrefixIndex) -> PrefixIndex:
+    """Replace access times by their ranks when the clock has run far; order is kept."""
+    return jax.lax.cond(index.clock >= _CLOCK_LIMIT, _rank_clock, lambda x: x, index)
+
+
+def _rank_clock(index: PrefixIndex) -> PrefixIndex:
     order = jnp.argsort(jnp.where(index.indexed, index.last_access, 0))
     rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0]))
     return replace(

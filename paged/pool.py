@@ -129,15 +129,15 @@ def decref(
     # Sorted, so that repeated ids are seen without an array of the pool's size.
     ids = jnp.sort(jnp.where(inside, block_ids, num_blocks))
     used = ids != num_blocks
-    position = jnp.arange(ids.shape[0], dtype=jnp.int32)
-    first = jnp.searchsorted(ids, ids, side="left").astype(jnp.int32)
-    drops = jnp.searchsorted(ids, ids, side="right").astype(jnp.int32) - first
+    first = jnp.concatenate([jnp.ones(1, bool), ids[1:] != ids[:-1]])[: ids.shape[0]]
+    run = jnp.cumsum(first, dtype=jnp.int32) - 1
+    drops = jnp.zeros_like(ids).at[run].add(1)[run]
     safe = jnp.where(used, ids, NULL_BLOCK)
     refs = pool.ref_count[safe]
     ok = jnp.all(inside | (block_ids == NULL_BLOCK)) & jnp.all(~used | (refs >= drops))
     target = jnp.where(ok, ids, num_blocks)
 
-    free = ok & used & (position == first) & (refs == drops)
+    free = ok & used & first & (refs == drops)
     if keep is not None:
         free &= ~keep[safe]
     place = pool.num_free + jnp.cumsum(free, dtype=jnp.int32) - 1

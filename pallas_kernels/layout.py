@@ -89,8 +89,8 @@ def debug_check_block_ids(block_ids: jax.Array, used: jax.Array, num_blocks: int
         ~jnp.any(bad),
         "a block id in use is outside [0, {p}): smallest {lo}, largest {hi}",
         p=jnp.int32(num_blocks),
-        lo=jnp.min(jnp.where(bad, block_ids, num_blocks)),
-        hi=jnp.max(jnp.where(bad, block_ids, -1)),
+        lo=jnp.min(jnp.where(bad, block_ids, num_blocks), initial=num_blocks),
+        hi=jnp.max(jnp.where(bad, block_ids, -1), initial=-1),
     )
 
 

@@ -15,12 +15,11 @@ from fastapi.responses import JSONResponse
 from ..models.chat import ChatTemplateError
 from .async_engine import AsyncEngine
 from .body_limit import BodyLimit
-from .errors import ApiError, install_error_handlers
+from .errors import ApiError, install_error_handlers, refusal
 from .output_stream import EngineFailed
 from .protocol import ChatRequest, CompletionRequest, GenerationRequest
 from .responses import Answer, ChatFormat, CompletionFormat
 from .sampling_params import InvalidRequest
-
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "The request is at fault; `error.param` names the field."},
@@ -123,8 +122,7 @@ class _Server:
             requests = [(prompt, params) for prompt in prompts for params in body.sampling_params()]
             stream = await self._engine.submit_all(requests, cache_salt=body.cache_salt or "")
         except InvalidRequest as error:
-            param = body.field_of(error.param)
-            raise ApiError(400, str(error), param=param, code="invalid_value") from None
+            raise refusal(error, body.field_of(error.param)) from None
         answer = Answer(
             form,
             model=body.model,

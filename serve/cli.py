@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import inspect
@@ -39,7 +40,8 @@ ProgressFn = Callable[[int, int, str], None]
 
 _USAGE_ERROR = 2
 _RUN_ERROR = 1
-_SECONDS_TO_FINISH = 5  # what requests in flight get when the server is told to stop
+_SECONDS_TO_FINISH = 5  # what requests in flight get when the server is told to stop,
+_SECONDS_TO_END = 15  # and what they get, beyond that, to hear that it has stopped
 
 app = typer.Typer(
     name="octavo",
@@ -138,8 +140,9 @@ def _run_server(engine: Engine, listener: socket.socket, name: str) -> None:
                 create_app(async_engine, model_name=name),
                 log_level="warning",
                 access_log=False,
-                timeout_graceful_shutdown=_SECONDS_TO_FINISH,
+                timeout_graceful_shutdown=_SECONDS_TO_FINISH + _SECONDS_TO_END,
             ),
+            async_engine=async_engine,
             announcement=f"serving {name} at {_url(listener)}/v1 (Ctrl-C stops it)",
         )
         try:
@@ -205,6 +208,7 @@ def _prompt_ids(loaded: LoadedModel, prompt: str, *, chat: bool) -> Sequence[int
 
 def _print_stream(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> None:
     start = time.perf_counter()
+    num_programs = engine.num_programs
     first, last = start, None
     try:
         for output in engine.stream(prompt, params):
@@ -220,10 +224,13 @@ def _print_stream(engine: Engine, prompt: Sequence[int], params: SamplingParams)
         return
     seconds = time.perf_counter() - first
     rate = (last.num_generated_tokens - 1) / seconds if last.num_generated_tokens > 1 else 0.0
+    compiled = engine.num_programs - num_programs
     _err.print(
         f"{last.num_generated_tokens} tokens, "
         f"{last.num_cached_tokens} of {last.num_prompt_tokens} prompt tokens cached, "
         f"TTFT {first - start:.3f} s, {rate:.1f} tok/s"
+        + (f" (compiling {compiled} programs included)" if compiled else ""),
+        soft_wrap=True,
     )
 
 
@@ -300,8 +307,11 @@ def _progress_bar() -> Iterator[ProgressFn]:
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, *, announcement: str) -> None:
+    def __init__(
+        self, config: uvicorn.Config, *, async_engine: AsyncEngine, announcement: str
+    ) -> None:
         super().__init__(config)
+        self._async_engine = async_engine
         self._announcement = announcement
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -309,3 +319,12 @@ class _Server(uvicorn.Server):
         await super().startup(sockets=sockets)
         if self.started:
             _err.print(self._announcement, markup=False, soft_wrap=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let requests in flight finish for a while; then end them with an error that says why."""
+        loop = asyncio.get_running_loop()
+        ending = loop.call_later(
+            _SECONDS_TO_FINISH, loop.run_in_executor, None, self._async_engine.close
+        )
+        await super().shutdown(sockets=sockets)
+        ending.cancel()

@@ -54,6 +54,14 @@ def engine_error(error: EngineFailed) -> ApiError:
     return ApiError(503, str(error), code="engine_failed")
 
 
+def refusal(error: InvalidRequest, param: str) -> ApiError:
+    """400: the engine refused the request for what the client calls `param`."""
+    message = str(error)
+    if param not in message:
+        message = f"`{param}`: {message}"
+    return ApiError(400, message, param=param, code="invalid_value")
+
+
 def validation_error(errors: list[Mapping[str, Any]]) -> ApiError:
     """400 from pydantic's findings: the first is described, the others are counted."""
     first = errors[0]
@@ -93,10 +101,6 @@ def install_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def on_api_error(request: Request, error: ApiError) -> JSONResponse:
         return error_response(error)
-
-    @app.exception_handler(InvalidRequest)
-    async def on_invalid_request(request: Request, error: InvalidRequest) -> JSONResponse:
-        return error_response(ApiError(400, str(error), param=error.param, code="invalid_value"))
 
     @app.exception_handler(EngineFailed)
     async def on_engine_failed(request: Request, error: EngineFailed) -> JSONResponse:

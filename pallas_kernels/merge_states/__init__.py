@@ -29,8 +29,8 @@ def merge_states(
         >>> import jax.numpy as jnp
         >>> one, half = jnp.ones((1, 2)), jnp.zeros((1,))
         >>> out, lse = merge_states(one, half, 3 * one, half)
-        >>> [float(x) for x in (out[0, 0], lse[0].round(4))]
-        [2.0, 0.6931]
+        >>> float(out[0, 0]), round(float(lse[0]), 4)
+        (2.0, 0.6931)
 
     Source: the associative merge of FlashInfer (arXiv:2501.01005, section 2.2).
     """

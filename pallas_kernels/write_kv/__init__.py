@@ -52,4 +52,6 @@ def write_kv(
     num_blocks, _, block_size, _ = kv_cache.shape
     block_ids = slots // block_size
     debug_check_block_ids(block_ids, block_ids != 0, num_blocks)
+    if slots.shape[0] == 0:
+        return kv_cache
     return _OP(implementation, kv_cache, k, v, slots)

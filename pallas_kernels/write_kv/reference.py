@@ -14,14 +14,20 @@ def write_kv_reference(
     rows = jnp.concatenate([k, v], axis=-1).astype(kv_cache.dtype)
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, width - rows.shape[-1])))
 
-    def write(cache: jax.Array, token: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        slot, row = token
-        block, offset = slot // block_size, slot % block_size
-        live = (block > 0) & (block < num_blocks)
-        block = jnp.where(live, block, 0)
-        old = cache[block]
-        opened = jnp.where(offset == 0, jnp.zeros_like(old), old)
-        new = opened.at[:, offset].set(row)
-        return cache.at[block].set(jnp.where(live, new, old)), None
+    block, offset = slots // block_size, slots % block_size
+    live = (block > 0) & (block < num_blocks)
+    block = jnp.where(live, block, 0)
 
-    return jax.lax.scan(write, kv_cache, (slots, rows))[0]
+    def open_block(cache: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        block, offset, live, _ = token
+        opens = live & (offset == 0)
+        return cache.at[block].set(jnp.where(opens, 0, cache[block])), None
+
+    def write(cache: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        block, offset, live, row = token
+        old = cache[block, :, offset]
+        return cache.at[block, :, offset].set(jnp.where(live, row, old)), None
+
+    tokens = (block, offset, live, rows)
+    opened, _ = jax.lax.scan(open_block, kv_cache, tokens)
+    return jax.lax.scan(write, opened, tokens)[0]

@@ -249,6 +249,8 @@ def test_every_byte_of_every_file_is_part_of_the_fingerprint_and_its_place_is_no
         data[position] = 1
         (tmp_path / f"a{index}").write_bytes(data)
     (tmp_path / "longer").write_bytes(bytes(size + 1))
+    (tmp_path / "head").write_bytes(bytes(1 << 24))
+    (tmp_path / "tail").write_bytes(bytes(3))
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "a").write_bytes(bytes(size))
 
@@ -256,7 +258,7 @@ def test_every_byte_of_every_file_is_part_of_the_fingerprint_and_its_place_is_no
         return fingerprint(CONFIG, jnp.float32, [tmp_path / name for name in names])
 
     assert of("a") == of("elsewhere/a")
-    sets = [("a",), ("a0",), ("a1",), ("a2",), ("a3",), ("longer",)]
+    sets = [("a",), ("a0",), ("a1",), ("a2",), ("a3",), ("longer",), ("head", "tail")]
     sets += [("b", "e"), ("c", "d"), ("e", "b"), ("b",), ()]
     assert len({of(*names) for names in sets}) == len(sets)
 

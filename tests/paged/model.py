@@ -71,9 +71,9 @@ class Model:
         # Blocks found in the cache stop being free for the taking before room is made.
         already = len(self.held() | set(path)) + len(self.cached.keys() - self.held() - set(path))
         room = needed - len(path)
-        if room > self.num_blocks - 1 - already:
-            if not self._make_room(room, set(path)):
-                return False, 0
+        free = self.num_blocks - 1 - already
+        if room > free and not self._make_room(room, set(path)):
+            return False, 0
         self.touch(path)
         self.seqs[seat] = [*path, *(next(self._private) for _ in range(room))]
         return True, len(path)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from octavo import paged
 from octavo.paged import hashing
 
-sys.path.insert(0, str(Path(__file__).parent))
-from model import Model, assert_same
+from .model import Model, assert_same
 
 SEATS, COLUMNS, SIZE, BLOCKS, NEW = 3, 4, 2, 9, 2
 seats = st.integers(0, SEATS - 1)

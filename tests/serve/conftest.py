@@ -20,9 +20,7 @@ from octavo.serve.outputs import EngineStats
 
 MODEL = "smollm2"
 # Small, so that few programs are compiled.
-CONFIG = EngineConfig(
-    num_blocks=400, max_model_len=2048, max_num_seqs=8, max_num_batched_tokens=128
-)
+CONFIG = EngineConfig(num_blocks=400, max_model_len=2048, max_num_seqs=4, max_num_batched_tokens=32)
 
 
 @dataclass(frozen=True, kw_only=True)

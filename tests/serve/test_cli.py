@@ -1,6 +1,7 @@
 """The `octavo` command: options, errors without tracebacks, and a server from start to end."""
 
 import dataclasses
+import json
 import os
 import signal
 import socket
@@ -20,6 +21,11 @@ from octavo.serve.cli import app
 
 OCTAVO = Path(sysconfig.get_path("scripts")) / "octavo"
 PROMPT = "The capital of France is"
+# Two programs are all that such an engine compiles.
+SMALL = [
+    *("--max-model-len", "2048", "--num-blocks", "160"),
+    *("--max-num-seqs", "1", "--max-num-batched-tokens", "16"),
+]
 
 
 def run(*arguments):
@@ -83,18 +89,21 @@ def test_a_busy_port_is_found_before_the_model_is_loaded():
     assert "no-such-model" not in error
 
 
+@pytest.mark.slow
 def test_generate_prints_the_text_and_a_line_of_figures():
-    done = run_script("generate", "smollm2", PROMPT, "--max-tokens", "8", "--temperature", "0")
+    options = ["--max-tokens", "8", "--temperature", "0"]
+    done = run_script("generate", "smollm2", PROMPT, *options, *SMALL)
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
     figures = done.stderr.strip().splitlines()[-1]
     assert figures.startswith("8 tokens, 0 of 5 prompt tokens cached, TTFT ")
-    assert figures.endswith(" tok/s")
+    assert " tok/s" in figures
 
 
+@pytest.mark.slow
 def test_generate_answers_a_chat_and_stops_at_a_stop_string():
     options = ["--chat", "--temperature", "0", "--max-tokens", "40", "--stop", "France"]
-    done = run_script("generate", "smollm2", "What is the capital of France?", *options)
+    done = run_script("generate", "smollm2", "What is the capital of France?", *options, *SMALL)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() and "France" not in done.stdout
 
@@ -102,7 +111,7 @@ def test_generate_answers_a_chat_and_stops_at_a_stop_string():
 @pytest.mark.slow
 @pytest.mark.parametrize("stop_signal", [signal.SIGTERM, signal.SIGINT])
 def test_serve_announces_its_address_and_stops_cleanly(stop_signal):
-    command = [OCTAVO, "serve", "smollm2", "--port", "0", "--served-model-name", "my/model"]
+    command = [OCTAVO, "serve", "smollm2", "--port", "0", "--served-model-name", "my/model", *SMALL]
     process = subprocess.Popen(
         command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=os.environ
     )
@@ -114,8 +123,14 @@ def test_serve_announces_its_address_and_stops_cleanly(stop_signal):
             assert http.get("models").json()["data"][0]["id"] == "my/model"
             body = {"model": "my/model", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
             assert "Paris" in http.post("completions", json=body).json()["choices"][0]["text"]
-        start = time.monotonic()
-        process.send_signal(stop_signal)
+            endless = body | {"max_tokens": 2000, "ignore_eos": True, "stream": True}
+            with http.stream("POST", "completions", json=endless) as response:
+                lines = response.iter_lines()
+                assert next(lines).startswith("data:")
+                start = time.monotonic()
+                process.send_signal(stop_signal)
+                *_, last = (line for line in lines if line)
+                assert "shut down" in json.loads(last.removeprefix("data:"))["error"]["message"]
         rest = process.stderr.read()
         assert process.wait(timeout=60) == 0
         assert "Traceback" not in rest

@@ -1,0 +1,297 @@
+"""The promises of the block manager that are easier to read as stories than as random runs."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from octavo import paged
+
+# Compiled once per pool size: run eagerly, every loop in them would compile at every call.
+jitted = SimpleNamespace(
+    **{
+        name: jax.jit(getattr(paged, name))
+        for name in ("admit", "publish", "release", "reserve", "stats", "match")
+    }
+)
+
+
+def story(num_blocks: int, size: int = 4, seats: int = 4, columns: int = 12):
+    return paged.init_cache(num_blocks, size), paged.init_tables(seats, columns)
+
+
+def admit(state, tables, seat: int, tokens, namespace: int = 0):
+    columns, size = tables.block_ids.shape[1], state.index.block_size
+    padded = np.zeros((columns, size), np.int32)
+    padded.reshape(-1)[: len(tokens)] = tokens
+    return jitted.admit(state, tables, seat, padded, len(tokens), namespace)
+
+
+def publish(state, tables, seat: int, tokens, namespace: int = 0):
+    columns, size = tables.block_ids.shape[1], state.index.block_size
+    full = len(tokens) // size
+    padded = np.zeros((columns, size), np.int32)
+    padded.reshape(-1)[: full * size] = tokens[: full * size]
+    filled = paged.FilledBlocks(
+        seat=np.full(columns, seat, np.int32),
+        column=np.arange(columns, dtype=np.int32),
+        tokens=padded,
+        namespace=np.full(columns, namespace, np.int32),
+    )
+    state, tables, ok = jitted.publish(state, tables, filled, full)
+    assert ok
+    return state, tables
+
+
+def cache_prompt(state, tables, tokens, namespace: int = 0, seat: int = 0):
+    state, tables, got = admit(state, tables, seat, tokens, namespace)
+    assert got.ok
+    state, tables = publish(state, tables, seat, tokens, namespace)
+    state, tables, ok = jitted.release(state, tables, seat)
+    assert ok
+    return state, tables, int(got.num_cached_blocks)
+
+
+def counts(state) -> tuple[int, int, int]:
+    got = jitted.stats(state)
+    return int(got.num_free), int(got.num_cached), int(got.num_active)
+
+
+def test_the_last_token_is_always_computed() -> None:
+    state, tables = story(16)
+    prompt = list(range(8))
+    state, tables, _ = cache_prompt(state, tables, prompt)
+    _, _, same = admit(state, tables, 0, prompt)
+    _, _, longer = admit(state, tables, 0, [*prompt, 9])
+    assert (int(same.num_cached_blocks), int(longer.num_cached_blocks)) == (1, 2)
+
+
+def test_a_namespace_sees_nothing_of_another() -> None:
+    state, tables = story(16)
+    state, tables, _ = cache_prompt(state, tables, list(range(9)), namespace=1)
+    for namespace, cached in ((0, 0), (1, 2), (2, 0)):
+        _, _, got = admit(state, tables, 0, list(range(9)), namespace)
+        assert int(got.num_cached_blocks) == cached
+
+
+def test_equal_tokens_under_another_parent_are_another_block() -> None:
+    state, tables = story(16)
+    state, tables, _ = cache_prompt(state, tables, [1, 1, 1, 1, 2, 2, 2, 2])
+    _, _, got = admit(state, tables, 0, [9, 9, 9, 9, 2, 2, 2, 2, 0])
+    assert int(got.num_cached_blocks) == 0
+
+
+def test_eviction_takes_the_tail_of_a_chain_first() -> None:
+    state, tables = story(4)
+    chain = list(range(12))
+    state, tables, _ = cache_prompt(state, tables, chain)
+    assert counts(state) == (0, 3, 0)
+    for kept in (2, 1, 0):
+        state, ok = jitted.reserve(state, int(state.pool.num_free) + 1)
+        assert ok
+        paged.check_invariants(state, tables)
+        blocks = jnp.asarray(chain, jnp.int32).reshape(3, 4)
+        assert int(jitted.match(state.index, blocks, 3, 0)[1]) == kept
+
+
+def test_a_full_pool_hits_itself() -> None:
+    state, tables = story(4)
+    prompt = list(range(12))
+    state, tables, _ = cache_prompt(state, tables, prompt)
+    state, tables, got = admit(state, tables, 1, prompt)
+    assert (bool(got.ok), int(got.num_cached_blocks)) == (True, 2)
+    paged.check_invariants(state, tables)
+
+
+def test_short_prompts_do_not_evict_a_prefix_in_use() -> None:
+    state, tables = story(14)
+    prefix = list(range(40))
+    state, tables, _ = cache_prompt(state, tables, prefix)
+    for i in range(100):
+        state, tables, cached = cache_prompt(state, tables, [1000 + i] * 3)
+        assert cached == 0
+        if i % 10 == 0:
+            state, tables, cached = cache_prompt(state, tables, [*prefix, i])
+            assert cached == 10
+    paged.check_invariants(state, tables)
+
+
+def test_blocks_computed_twice_are_folded_into_one() -> None:
+    state, tables = story(16)
+    prompt = list(range(8))
+    state, tables, _ = admit(state, tables, 0, prompt)
+    state, tables, _ = admit(state, tables, 1, prompt)
+    assert counts(state)[2] == 4
+    state, tables = publish(state, tables, 0, prompt)
+    state, tables = publish(state, tables, 1, prompt)
+    assert counts(state) == (13, 0, 2)
+    np.testing.assert_array_equal(tables.block_ids[0], tables.block_ids[1])
+    paged.check_invariants(state, tables)
+
+
+def test_what_does_not_fit_changes_nothing() -> None:
+    state, tables = story(6)
+    state, tables, _ = admit(state, tables, 0, list(range(9)))
+    before = jax.tree.map(np.asarray, (state, tables))
+    refused = [
+        admit(state, tables, 1, list(range(20, 32)))[:2],  # three blocks, two are free
+        admit(state, tables, 0, [1])[:2],  # the seat is taken
+        admit(state, tables, -1, [1])[:2],
+        admit(state, tables, 4, [1])[:2],
+        jitted.admit(state, tables, 1, jnp.zeros((12, 4), jnp.int32), 0, 0)[:2],
+        jitted.admit(state, tables, 1, jnp.zeros((12, 4), jnp.int32), 49, 0)[:2],
+        paged.append(state, tables, jnp.array([24, 0, 0, 0], jnp.int32), 8)[:2],
+        paged.append(state, tables, jnp.array([16, 0, 0, 0], jnp.int32), 0)[:2],
+        jitted.release(state, tables, 1)[:2],
+        jitted.release(state, tables, -1)[:2],
+    ]
+    for after in refused:
+        jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+POOL_FAULTS = {
+    "double-free": lambda pool, ids: paged.decref(paged.decref(pool, ids)[0], ids),
+    "twice-in-one-call": lambda pool, ids: paged.decref(pool, jnp.concatenate([ids, ids])),
+    "never-taken": lambda pool, ids: paged.decref(pool, jnp.array([7], jnp.int32)),
+    "negative": lambda pool, ids: paged.decref(pool, jnp.array([-1], jnp.int32)),
+    "past-the-end": lambda pool, ids: paged.decref(pool, jnp.array([8], jnp.int32)),
+    "far-past": lambda pool, ids: paged.decref(pool, jnp.array([2**31 - 1], jnp.int32)),
+    "incref-negative": lambda pool, ids: paged.incref(pool, jnp.array([-1], jnp.int32)),
+    "incref-past": lambda pool, ids: paged.incref(pool, jnp.array([8], jnp.int32)),
+}
+
+
+@pytest.mark.parametrize("name", POOL_FAULTS)
+def test_the_pool_refuses_what_it_never_gave(name: str) -> None:
+    pool, ids, ok = paged.allocate(paged.init_pool(8), 3, 4)
+    assert ok
+    changed, ok = POOL_FAULTS[name](pool, ids)
+    assert not ok
+    if name != "double-free":
+        jax.tree.map(np.testing.assert_array_equal, pool, changed)
+
+
+@pytest.mark.parametrize("count", [-1, 8, 5])
+def test_the_pool_gives_all_or_nothing(count: int) -> None:
+    pool = paged.init_pool(8)
+    after, ids, ok = paged.allocate(pool, count, 4)
+    assert not ok and not np.asarray(ids).any()
+    jax.tree.map(np.testing.assert_array_equal, pool, after)
+
+
+def test_an_old_state_is_a_snapshot() -> None:
+    state, tables = story(16)
+    old = (state, tables)
+    state, tables, _ = cache_prompt(state, tables, list(range(8)))
+    paged.check_invariants(*old)
+    assert counts(old[0]) == (15, 0, 0) and counts(state) == (13, 2, 0)
+
+
+def test_the_access_clock_survives_its_limit() -> None:
+    state, tables = story(8)
+    state, tables, _ = cache_prompt(state, tables, list(range(4)))
+    clock = jnp.int32((1 << 30) + 5)
+    index = state.index
+    late = jnp.where(index.indexed, index.last_access + (1 << 30), index.last_access)
+    state = paged.CacheState(
+        pool=state.pool,
+        index=type(index)(**{**vars(index), "clock": clock, "last_access": late}),
+    )
+    state, tables, _ = cache_prompt(state, tables, [9, 9, 9, 9])
+    assert int(state.index.clock) < 1000
+    paged.check_invariants(state, tables)
+    state, ok = jitted.reserve(state, int(state.pool.num_free) + 1)
+    assert ok
+    assert int(jitted.match(state.index, jnp.full((1, 4), 9, jnp.int32), 1, 0)[1]) == 1
+
+
+def test_operations_compose_under_scan_and_vmap() -> None:
+    state, tables = story(16, columns=4)
+    prompts = jax.random.randint(jax.random.key(0), (6, 4, 4), 0, 2)
+
+    def serve(carry, prompt):
+        state, tables = carry
+        state, tables, got = paged.admit(state, tables, 0, prompt, 16, 0)
+        filled = paged.FilledBlocks(
+            seat=jnp.zeros(4, jnp.int32),
+            column=jnp.arange(4, dtype=jnp.int32),
+            tokens=prompt,
+            namespace=jnp.zeros(4, jnp.int32),
+        )
+        state, tables, _ = paged.publish(state, tables, filled, 4)
+        state, tables, _ = paged.release(state, tables, 0)
+        return (state, tables), got.num_cached_blocks
+
+    scan = lambda prompts: jax.lax.scan(serve, (state, tables), prompts)  # noqa: E731
+    orders = jnp.stack([prompts, prompts[::-1]])
+    (states, all_tables), cached = jax.jit(jax.vmap(scan))(orders)
+    for i in range(2):
+        (one, one_tables), alone = jax.jit(scan)(orders[i])
+        np.testing.assert_array_equal(cached[i], alone)
+        got = jax.tree.map(lambda x, i=i: x[i], (states, all_tables))
+        jax.tree.map(np.testing.assert_array_equal, got, (one, one_tables))
+        paged.check_invariants(one, one_tables)
+
+
+def test_equal_keys_share_an_id_and_no_field_imitates_another() -> None:
+    names = paged.Namespaces()
+    base = {"model": "a", "cache_dtype": "float32"}
+    keys = [
+        paged.NamespaceKey(**base),
+        paged.NamespaceKey(**{**base, "model": "b"}),
+        paged.NamespaceKey(**{**base, "cache_dtype": "bfloat16"}),
+        paged.NamespaceKey(**base, adapter="x"),
+        paged.NamespaceKey(**base, adapter="x", adapter_version=1),
+        paged.NamespaceKey(**base, salt="x"),
+        paged.NamespaceKey(model="afloat32", cache_dtype=""),
+    ]
+    ids = [names.id_of(key) for key in keys]
+    assert len(set(ids)) == len(keys)
+    assert ids == [names.id_of(key) for key in keys]
+
+
+BREAKS = {
+    "references": lambda s, t: (_pool(s, ref_count=s.pool.ref_count.at[1].add(1)), t),
+    "null": lambda s, t: (_index(s, indexed=s.index.indexed.at[0].set(True)), t),
+    "twice on the free stack": lambda s, t: (
+        _pool(s, free_stack=s.pool.free_stack.at[0].set(s.pool.free_stack[1])),
+        t,
+    ),
+    "states": lambda s, t: (_pool(s, num_free=s.pool.num_free - 1), t),
+    "orphans": lambda s, t: (_index(s, indexed=s.index.indexed.at[1].set(False)), t),
+    "bucket": lambda s, t: (_index(s, bucket_next=s.index.bucket_next.at[1].set(1)), t),
+    "hash": lambda s, t: (_index(s, tokens=s.index.tokens.at[2, 0].add(1)), t),
+    "tables": lambda s, t: (s, type(t)(block_ids=t.block_ids, num_blocks=t.num_blocks + 1)),
+}
+
+
+def _pool(state, **changes):
+    return type(state)(pool=type(state.pool)(**{**vars(state.pool), **changes}), index=state.index)
+
+
+def _index(state, **changes):
+    changed = type(state.index)(**{**vars(state.index), **changes})
+    return type(state)(pool=state.pool, index=changed)
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_the_checker_finds_a_broken_state(name: str) -> None:
+    state, tables = story(8)
+    state, tables, _ = cache_prompt(state, tables, list(range(8)))
+    paged.check_invariants(state, tables)
+    with pytest.raises(paged.InvariantViolation):
+        paged.check_invariants(*BREAKS[name](state, tables))
+
+
+@pytest.mark.parametrize("module", ["pool", "cache"])
+def test_the_worked_examples_run(module: str) -> None:
+    target = importlib.import_module(f"octavo.paged.{module}")
+    names = {"init_tables": paged.init_tables, "jnp": jnp}
+    result = doctest.testmod(target, extraglobs=names)
+    assert result.attempted and not result.failed

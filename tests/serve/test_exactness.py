@@ -1,0 +1,84 @@
+"""Greedy answers do not depend on hits, chunks or company, and a shared prefix is computed once."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from octavo.models import LoadedModel
+from octavo.serve import Engine, EngineConfig, SamplingParams
+
+from ..texts import TEXTS
+
+# One cache size throughout, so that all engines share their compiled programs.
+NUM_BLOCKS = 2560
+
+
+def engine_for(smollm2: LoadedModel, **config) -> Engine:
+    return Engine(smollm2, EngineConfig(num_blocks=NUM_BLOCKS, **config))
+
+
+def real_prompts(smollm2: LoadedModel, count: int) -> list[list[int]]:
+    """Prompts of 1 to 90 tokens of real text, a third of them with a common beginning."""
+    rng = np.random.default_rng(0)
+    words = smollm2.tokenizer.encode(" ".join(TEXTS))
+    system = words[:40]
+    prompts = []
+    for i in range(count):
+        begin, length = int(rng.integers(0, len(words) - 60)), int(rng.integers(1, 51))
+        prompts.append((system if i % 3 == 0 else []) + words[begin : begin + length])
+    return prompts
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm2: LoadedModel) -> list[list[int]]:
+    return real_prompts(smollm2, 50)
+
+
+@pytest.fixture(scope="module")
+def baseline(smollm2: LoadedModel, prompts) -> list[tuple[int, ...]]:
+    """Each prompt alone, without a cache."""
+    engine = engine_for(smollm2, enable_prefix_caching=False)
+    return [engine.generate(p, GREEDY)[0].token_ids for p in prompts]
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+MATRIX = list(itertools.product(("cached", "plain"), (32, 64, 512), ("alone", "together")))
+
+
+@pytest.mark.parametrize(("cache", "chunk", "company"), MATRIX)
+def test_greedy_answers_do_not_depend_on_cache_chunk_or_company(
+    smollm2: LoadedModel, prompts, baseline, cache: str, chunk: int, company: str
+) -> None:
+    engine = engine_for(
+        smollm2, max_num_batched_tokens=chunk, enable_prefix_caching=cache == "cached"
+    )
+    if company == "together":
+        answers = engine.generate(prompts, GREEDY)
+    else:
+        answers = [engine.generate(p, GREEDY)[0] for p in prompts]
+    assert [a.token_ids for a in answers] == baseline
+    hits = sum(a.num_cached_tokens for a in answers)
+    assert hits > 300 if cache == "cached" else hits == 0
+    engine.check_invariants()
+
+
+def test_thirty_two_requests_at_once_compute_their_prefix_once(smollm2: LoadedModel) -> None:
+    words = smollm2.tokenizer.encode(" ".join(TEXTS))
+    prefix = (words * (1 + 1024 // len(words)))[:1024]
+    rng = np.random.default_rng(1)
+    prompts = [[*prefix, *rng.integers(1000, 40000, 32).tolist()] for _ in range(32)]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    engine = engine_for(smollm2)
+    answers = engine.generate(prompts, params)
+    prefilled = engine.stats().prefilled_tokens
+    assert prefilled <= 1024 + 32 * 48
+    assert sum(a.num_cached_tokens for a in answers) == 31 * 1024
+    plain = engine_for(smollm2, enable_prefix_caching=False)
+    assert [a.token_ids for a in answers] == [
+        plain.generate(p, params)[0].token_ids for p in prompts
+    ]
+    assert engine.stats().num_active_blocks == 0
+    engine.check_invariants()
