@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,6 +13,19 @@ _HF_ARCHITECTURES = (
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
 )
+_HF_DEFAULTS: Mapping[str, Mapping[str, int]] = {
+    "MistralForCausalLM": {
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
+    "Qwen2ForCausalLM": {"max_position_embeddings": 32768, "num_key_value_heads": 32},
+    "Qwen3ForCausalLM": {
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+    },
+}
 _GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 
@@ -123,28 +137,36 @@ class LlamaConfig:
             raise ValueError(f"config.json lacks {', '.join(missing)}")
         if config.get("use_sliding_window"):
             raise ValueError("use_sliding_window=true (windows in some layers) is not supported")
+        # A key that a file leaves out means the default of its own architecture.
+        defaults = _HF_DEFAULTS.get(arch, {})
         heads = config["num_attention_heads"]
-        bias = bool(config.get("attention_bias", False))
-        max_len = config.get("max_position_embeddings", 2048)
+        has_bias_keys = arch in ("LlamaForCausalLM", "Qwen3ForCausalLM")
+        bias = has_bias_keys and bool(config.get("attention_bias", False))
+        max_len = config.get(
+            "max_position_embeddings", defaults.get("max_position_embeddings", 2048)
+        )
         theta, scaling = _rope_from_hf(config, max_len)
+        kv_heads = config.get("num_key_value_heads", defaults.get("num_key_value_heads"))
+        head_size = config.get("head_dim", defaults.get("head_dim"))
+        window = config.get("sliding_window", defaults.get("sliding_window"))
         return cls(
             vocab_size=config["vocab_size"],
             hidden_size=config["hidden_size"],
             intermediate_size=config["intermediate_size"],
             num_layers=config["num_hidden_layers"],
             num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_size=config.get("head_dim") or config["hidden_size"] // heads,
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+            num_kv_heads=kv_heads or heads,
+            head_size=head_size or config["hidden_size"] // heads,
+            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             rope_theta=theta,
             rope_scaling=scaling,
             max_context_len=max_len,
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
             attention_bias=bias or arch == "Qwen2ForCausalLM",
             attention_out_bias=bias,
-            mlp_bias=bool(config.get("mlp_bias", False)),
+            mlp_bias=arch == "LlamaForCausalLM" and bool(config.get("mlp_bias", False)),
             qk_norm=arch == "Qwen3ForCausalLM",
-            sliding_window=config.get("sliding_window") if arch == "MistralForCausalLM" else None,
+            sliding_window=window if arch == "MistralForCausalLM" else None,
         )
 
     @classmethod
@@ -203,24 +225,44 @@ class LlamaConfig:
 def _rope_from_hf(config: Mapping[str, Any], max_len: int) -> tuple[float, RopeScaling | None]:
     # `rope_parameters` (newer files) carries theta beside the scheme; older files keep
     # `rope_theta` at the top. Looking in one place only falls back to 10,000 silently.
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = rope.get("rope_theta", config.get("rope_theta", 10_000.0))
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise ValueError(f"RoPE settings by layer type are not supported: {sorted(rope)}")
+
+    def number(key: str, default: float | None = None) -> float:
+        value = rope.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{key}={value!r} in the RoPE settings must be a number")
+        return float(value)
+
+    theta = number("rope_theta", config.get("rope_theta") or 10_000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
-        return float(theta), None
+        return theta, None
     if kind not in ("llama3", "linear", "yarn"):
         raise ValueError(f"rope type {kind!r} is not supported; expected llama3, linear or yarn")
-    if "factor" not in rope:
-        raise ValueError(f"rope type {kind!r} needs 'factor' in {dict(rope)}")
-    return float(theta), RopeScaling(
+    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ValueError("partial_rotary_factor other than 1 is not supported")
+    original = (
+        config.get("original_max_position_embeddings")
+        or rope.get("original_max_position_embeddings")
+        or max_len
+    )
+    factor = number("factor", max_len / original if kind == "yarn" else None)
+    attention_factor = rope.get("attention_factor")
+    if attention_factor is None and rope.get("mscale") and rope.get("mscale_all_dim"):
+        ratio = [0.1 * number(key) * math.log(factor) + 1 for key in ("mscale", "mscale_all_dim")]
+        attention_factor = ratio[0] / ratio[1] if factor > 1 else 1.0
+    return theta, RopeScaling(
         kind=kind,
-        factor=float(rope["factor"]),
-        low_freq_factor=float(rope.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(rope.get("high_freq_factor", 4.0)),
-        original_context_len=int(rope.get("original_max_position_embeddings") or max_len),
-        beta_fast=float(rope.get("beta_fast") or 32.0),
-        beta_slow=float(rope.get("beta_slow") or 1.0),
-        attention_factor=rope.get("attention_factor"),
+        factor=factor,
+        low_freq_factor=number("low_freq_factor", 1.0),
+        high_freq_factor=number("high_freq_factor", 4.0),
+        original_context_len=int(original),
+        beta_fast=number("beta_fast", 32.0),
+        beta_slow=number("beta_slow", 1.0),
+        attention_factor=attention_factor,
         truncate=bool(rope.get("truncate", True)),
     )
 

@@ -38,11 +38,9 @@ def rope_frequencies(config: LlamaConfig) -> tuple[np.ndarray, float]:
 
 
 def _llama3(freq: np.ndarray, s: RopeScaling) -> np.ndarray:
-    wavelength = 2 * math.pi / freq
-    smooth = (s.original_context_len / wavelength - s.low_freq_factor) / (
-        s.high_freq_factor - s.low_freq_factor
-    )
-    smooth = np.clip(smooth, 0.0, 1.0).astype(np.float32)
+    rotations = s.original_context_len * freq / (2 * math.pi)
+    span = (s.high_freq_factor - s.low_freq_factor) or 1e-6
+    smooth = np.clip((rotations - s.low_freq_factor) / span, 0.0, 1.0).astype(np.float32)
     return (1 - smooth) * freq / np.float32(s.factor) + smooth * freq
 
 
