@@ -9,7 +9,6 @@ import inspect
 import logging
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
@@ -207,21 +206,19 @@ def _prompt_ids(loaded: LoadedModel, prompt: str, *, chat: bool) -> Sequence[int
 
 
 def _print_stream(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> None:
-    start = time.perf_counter()
-    num_programs = engine.num_programs
-    first, last = start, None
+    num_programs, start = engine.num_programs, time.perf_counter()
+    outputs = engine.stream(prompt, params)
     try:
-        for output in engine.stream(prompt, params):
-            if last is None:
-                first = time.perf_counter()
-            last = output
-            sys.stdout.write(output.text)
-            sys.stdout.flush()
+        with _progress_bar() as progress:
+            progress(0, 0, "first token")
+            last = next(outputs)
     except InvalidRequest as error:
         _give_up(f"{error.param}: {error}", _USAGE_ERROR)
+    first = time.perf_counter()
+    print(last.text, end="", flush=True)
+    for last in outputs:
+        print(last.text, end="", flush=True)
     print()
-    if last is None:
-        return
     seconds = time.perf_counter() - first
     rate = (last.num_generated_tokens - 1) / seconds if last.num_generated_tokens > 1 else 0.0
     compiled = engine.num_programs - num_programs
