@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..pallas_kernels import NULL_BLOCK
 from . import hashing
@@ -81,10 +82,10 @@ class FilledBlocks:
         namespace: `int32[n]`.
     """
 
-    seat: jax.Array
-    column: jax.Array
-    tokens: jax.Array
-    namespace: jax.Array
+    seat: jax.Array | np.ndarray
+    column: jax.Array | np.ndarray
+    tokens: jax.Array | np.ndarray
+    namespace: jax.Array | np.ndarray
 
 
 @jax.tree_util.register_dataclass
@@ -213,7 +214,7 @@ def reserve(
     evictable = state.index.indexed & (state.pool.ref_count == 0)
     if spare is not None:
         evictable = evictable.at[spare].set(False)
-    ok = enabled & (short <= jnp.sum(evictable, dtype=jnp.int32))
+    ok = jnp.asarray(enabled) & (short <= jnp.sum(evictable, dtype=jnp.int32))
 
     def make_room(state: CacheState) -> CacheState:
         index, victims = evict(state.index, evictable, short)

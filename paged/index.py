@@ -11,6 +11,7 @@ a touch counts down from the root. So the least recently used block without refe
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -114,7 +115,7 @@ def match(
     # The hash named a block that tokens or parent refuse: the right one may stand behind it.
     stuck = (fast < num_blocks) & (named[jnp.minimum(fast, count - 1)] != NULL_BLOCK)
 
-    def exact(_: None) -> tuple[jax.Array, jax.Array]:
+    def exact(_: Any) -> tuple[jax.Array, jax.Array]:
         def step(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             i, parent, ids, _ = state
             block = find_block(index, heads[i], namespace, parent, tokens[i])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 import jax
@@ -358,7 +358,7 @@ class Engine:
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str = ""
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Answer one prompt, yielding text as it comes; leaving the loop cancels the request."""
         request_id = self.add_request(prompt, params, cache_salt=cache_salt)
         try:
@@ -430,7 +430,8 @@ def _join(parts: Sequence[RequestOutput]) -> Completion:
 
 def _keep_compiled_programs(folder: str) -> None:
     # Whoever has chosen a folder for this process keeps it.
-    if not folder or jax.config.jax_compilation_cache_dir:
+    chosen = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    if not folder or chosen:
         return
     path = Path(folder).expanduser()
     path.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from ..models import Llama
@@ -32,9 +33,9 @@ class PackedRows:
         query_len: the step's own tokens.
     """
 
-    seat: jax.Array
-    context_len: jax.Array
-    query_len: jax.Array
+    seat: jax.Array | np.ndarray
+    context_len: jax.Array | np.ndarray
+    query_len: jax.Array | np.ndarray
 
 
 @jax.tree_util.register_dataclass
@@ -50,11 +51,11 @@ class DecodeRows:
         stop_ids: `int32[R, E]` tokens that end the row, -1 for none.
     """
 
-    seat: jax.Array
-    token: jax.Array
-    context_len: jax.Array
-    limit: jax.Array
-    stop_ids: jax.Array
+    seat: jax.Array | np.ndarray
+    token: jax.Array | np.ndarray
+    context_len: jax.Array | np.ndarray
+    limit: jax.Array | np.ndarray
+    stop_ids: jax.Array | np.ndarray
 
 
 class Programs:
@@ -95,11 +96,12 @@ class Programs:
         start = jnp.concatenate(
             [jnp.zeros(1, jnp.int32), jnp.cumsum(rows.query_len, dtype=jnp.int32)]
         )
-        seq, position, live = token_positions(rows.context_len, start, tokens.shape[0])
+        context_len = jnp.asarray(rows.context_len)
+        seq, position, live = token_positions(context_len, start, tokens.shape[0])
         tables = block_ids[rows.seat]
         batch = PagedBatch(
             block_tables=tables,
-            context_lens=rows.context_len,
+            context_lens=context_len,
             query_start=start,
             slots=token_slots(tables, seq, position, live, self._block_size),
             logit_rows=jnp.maximum(start[1:] - 1, 0),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @jax.tree_util.register_dataclass
@@ -21,12 +22,12 @@ class SamplingRows:
             the random numbers, so neither the batch nor the row does.
     """
 
-    temperature: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
-    top_k: jax.Array
-    seed: jax.Array
-    index: jax.Array
+    temperature: jax.Array | np.ndarray
+    top_p: jax.Array | np.ndarray
+    min_p: jax.Array | np.ndarray
+    top_k: jax.Array | np.ndarray
+    seed: jax.Array | np.ndarray
+    index: jax.Array | np.ndarray
 
 
 def sample(logits: jax.Array, rows: SamplingRows) -> jax.Array:
@@ -54,7 +55,7 @@ def sample(logits: jax.Array, rows: SamplingRows) -> jax.Array:
 
 
 def _gumbel(rows: SamplingRows, vocab_size: int) -> jax.Array:
-    def one(seed: jax.Array, index: jax.Array) -> jax.Array:
+    def one(seed: jax.typing.ArrayLike, index: jax.typing.ArrayLike) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(seed), index)
         return jax.random.gumbel(key, (vocab_size,), jnp.float32)
 
@@ -69,7 +70,7 @@ def _narrow(scaled: jax.Array, rows: SamplingRows) -> jax.Array:
     ones = jnp.ones_like(scaled)
     scaled = _keep_top(scaled, ones, jnp.minimum(count, scaled.shape[-1]).astype(jnp.float32))
     weights = jnp.exp(scaled - top)
-    target = rows.top_p * jnp.sum(weights, axis=-1)
+    target = jnp.sum(weights, axis=-1) * rows.top_p
     return jnp.where((rows.top_p < 1)[:, None], _keep_top(scaled, weights, target), scaled)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -241,7 +242,7 @@ def test_operations_compose_under_scan_and_vmap() -> None:
 
 def test_equal_keys_share_an_id_and_no_field_imitates_another() -> None:
     names = paged.Namespaces()
-    base = {"model": "a", "cache_dtype": "float32"}
+    base: dict[str, Any] = {"model": "a", "cache_dtype": "float32"}
     keys = [
         paged.NamespaceKey(**base),
         paged.NamespaceKey(**{**base, "model": "b"}),
@@ -254,6 +255,15 @@ def test_equal_keys_share_an_id_and_no_field_imitates_another() -> None:
     ids = [names.id_of(key) for key in keys]
     assert len(set(ids)) == len(keys)
     assert ids == [names.id_of(key) for key in keys]
+
+
+def test_forgotten_namespaces_never_share_an_id() -> None:
+    names = paged.Namespaces(max_keys=2)
+    a, b, c = (paged.NamespaceKey(model="m", cache_dtype="float32", salt=s) for s in "abc")
+    assert [names.id_of(k) for k in (a, b, a, c, a)] == [0, 1, 0, 2, 0]
+    assert names.id_of(b) == 3
+    with pytest.raises(ValueError, match="max_keys=0"):
+        paged.Namespaces(max_keys=0)
 
 
 BREAKS = {

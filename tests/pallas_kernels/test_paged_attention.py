@@ -250,6 +250,8 @@ def test_memory_is_bounded_by_a_chunk_not_by_the_context() -> None:
             aval((2,), jnp.int32),
         )
         compiled = jax.jit(paged_attention).lower(*args).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        analysis = compiled.memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
 
     assert temp_bytes(8192) < temp_bytes(256) + (1 << 20)

@@ -82,7 +82,9 @@ def test_a_donated_cache_is_not_copied(layers: str) -> None:
 
     fn, first = (unrolled, [cache, cache]) if layers == "unrolled" else (loop, cache)
     compiled = jax.jit(fn, donate_argnums=0).lower(first, new, new, slots).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 1 << 20  # the cache is 48 MiB
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    assert analysis.temp_size_in_bytes < 1 << 20  # the cache is 48 MiB
 
 
 def test_a_donated_cache_is_gone() -> None:

@@ -6,6 +6,7 @@ Engine behaviour that does not depend on what a model knows is tested on it, in 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from flax import nnx
 
@@ -34,6 +35,6 @@ def tiny_model(smollm2: LoadedModel) -> LoadedModel:
 
 
 def tiny_engine(loaded: LoadedModel, **config) -> Engine:
-    settings = {"num_blocks": 256, "block_size": 8, "max_num_seqs": 8}
+    settings: dict[str, Any] = {"num_blocks": 256, "block_size": 8, "max_num_seqs": 8}
     settings |= {"max_num_batched_tokens": 64, "compilation_cache_dir": ""} | config
     return Engine(loaded, EngineConfig(**settings))
