@@ -7,6 +7,7 @@ See `octavo.pallas_kernels.layout` for the cache layout they share.
 from .copy_blocks import copy_blocks as copy_blocks
 from .layout import NULL_BLOCK as NULL_BLOCK
 from .layout import cache_shape as cache_shape
+from .layout import debug_checks as debug_checks
 from .layout import init_kv_cache as init_kv_cache
 from .layout import row_width as row_width
 from .merge_states import merge_states as merge_states
@@ -17,6 +18,7 @@ __all__ = [
     "NULL_BLOCK",
     "cache_shape",
     "copy_blocks",
+    "debug_checks",
     "init_kv_cache",
     "merge_states",
     "paged_attention",

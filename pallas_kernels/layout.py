@@ -82,10 +82,21 @@ def safe_block_ids(block_ids: jax.Array, num_blocks: int) -> jax.Array:
     return jnp.where(inside, block_ids, NULL_BLOCK)
 
 
+debug_checks = jax.make_user_context(default_value=False)
+"""Debug mode: `with debug_checks(True):` ops check their block ids, under `checkify.checkify`.
+
+A context and not `checkify.debug_check` everywhere: what that leaves behind in a program holds a
+number which depends on everything traced before, so no program would be found again in JAX's
+compilation cache.
+"""
+
+
 def debug_check_block_ids(block_ids: jax.Array, used: jax.Array, num_blocks: int) -> None:
-    """Under `checkify.checkify`, fail on a used id outside `[0, P)`; otherwise do nothing."""
+    """In debug mode fail on a used id outside `[0, P)`; otherwise do nothing."""
+    if not debug_checks.value:
+        return
     bad = used & ((block_ids < 0) | (block_ids >= num_blocks))
-    checkify.debug_check(
+    checkify.check(
         ~jnp.any(bad),
         "a block id in use is outside [0, {p}): smallest {lo}, largest {hi}",
         p=jnp.int32(num_blocks),

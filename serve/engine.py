@@ -8,9 +8,11 @@ held only by running requests, and leave a request in exactly one place, `_retir
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import jax
@@ -27,6 +29,9 @@ from .scheduler import Scheduler
 from .stops import TextStream
 
 Prompt = str | Sequence[int]
+
+# Each compilation of a large model takes gigabytes while it runs.
+_MAX_COMPILE_THREADS = 4
 
 
 class Engine:
@@ -387,27 +392,28 @@ class Engine:
         self._runner.check_invariants()
 
     def warmup(self, progress: Callable[[int, int, str], None] | None = None) -> int:
-        """Compile every program of the steps, so that no request waits for a compilation.
+        """Compile every program, several at once, so that no request waits for a compilation.
 
         Args:
-            progress: called with (done, total, what) before each program and at the end.
+            progress: called with (done, total, what) at the start and after each program.
 
         Returns:
             The number of programs.
         """
-        programs = list(self._runner.warmups())
-        for done, (name, compile_it) in enumerate(programs):
-            if progress is not None:
-                progress(done, len(programs), name)
-            compile_it()
-        if progress is not None:
-            progress(len(programs), len(programs), "ready")
+        programs = self._runner.warmups()
+        report = progress or (lambda *_: None)
+        report(0, len(programs), programs[0][0])
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_COMPILE_THREADS)) as pool:
+            names = {pool.submit(compile_it): name for name, compile_it in programs}
+            for done, finished in enumerate(as_completed(names), start=1):
+                finished.result()
+                report(done, len(programs), names[finished])
         return len(programs)
 
     @property
     def num_programs(self) -> int:
-        """Step programs traced so far; bounded by what `warmup` returns."""
-        return self._runner.num_traces
+        """Programs traced so far; never more than `warmup` returns."""
+        return self._runner.num_programs
 
 
 def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:

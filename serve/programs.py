@@ -1,4 +1,4 @@
-"""The two compiled steps of the engine: a packed batch of tokens, and a loop of decode steps.
+"""The two steps of the engine on device: a packed batch of tokens, and a loop of decode steps.
 
 Both take the weights as a flat list of arrays (fast to dispatch), donate the KV cache, and read
 the block tables by seat.
@@ -6,7 +6,6 @@ the block tables by seat.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
@@ -16,6 +15,7 @@ from flax import nnx
 
 from ..models import Llama
 from ..paged import PagedBatch, token_positions, token_slots
+from .program import Program
 from .sampling import SamplingRows, sample
 
 KVCache = tuple[jax.Array, ...]
@@ -58,11 +58,13 @@ class DecodeRows:
     stop_ids: jax.Array | np.ndarray
 
 
-class Programs:
-    """Jitted steps for one model.
+class ModelSteps:
+    """The steps of one model.
 
     Attributes:
-        num_traces: how often a step has been traced, which is how many programs there are.
+        weights: the model's arrays, the first argument of both steps.
+        packed: see `_packed`; its size is T.
+        decode: see `_decode`; its size is R.
     """
 
     def __init__(self, model: Llama, *, block_size: int, max_decode_steps: int):
@@ -71,13 +73,8 @@ class Programs:
         self._graphdef = graphdef
         self._block_size = block_size
         self._max_steps = max_decode_steps
-        self.num_traces = 0
-        self.packed: Callable[..., tuple[jax.Array, KVCache]] = jax.jit(
-            self._packed, donate_argnums=1
-        )
-        self.decode: Callable[..., tuple[jax.Array, KVCache]] = jax.jit(
-            self._decode, donate_argnums=1
-        )
+        self.packed = Program("packed step", self._packed, donate=(1,))
+        self.decode = Program("decode loop", self._decode, donate=(1,))
 
     def _model(self, weights: list[jax.Array]) -> Llama:
         return nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, weights))
@@ -92,7 +89,6 @@ class Programs:
         sampling: SamplingRows,
     ) -> tuple[jax.Array, KVCache]:
         """Compute packed `tokens: int32[T]`; returns each row's next token `int32[R]`."""
-        self.num_traces += 1
         start = jnp.concatenate(
             [jnp.zeros(1, jnp.int32), jnp.cumsum(rows.query_len, dtype=jnp.int32)]
         )
@@ -123,7 +119,6 @@ class Programs:
 
         A row stops after one of its stop tokens or at its limit; its further entries are -1.
         """
-        self.num_traces += 1
         model = self._model(weights)
         num_rows = rows.seat.shape[0]
         row = jnp.arange(num_rows, dtype=jnp.int32)

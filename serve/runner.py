@@ -6,7 +6,7 @@ the tokens, and the flags that it must act on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +18,8 @@ from .. import paged
 from ..models import Llama, LlamaConfig
 from ..pallas_kernels import cache_shape, init_kv_cache
 from .config import EngineConfig
-from .programs import NUM_STOP_IDS, DecodeRows, PackedRows, Programs, bucket_for, buckets
+from .program import Program
+from .programs import NUM_STOP_IDS, DecodeRows, ModelSteps, PackedRows, bucket_for, buckets
 from .request import Request
 from .sampling import SamplingRows
 
@@ -79,7 +80,7 @@ class ModelRunner:
     def __init__(self, model: Llama, config: EngineConfig):
         self.layout = CacheLayout.of(model.config, config, model.embed[...].dtype)
         self._config = config
-        self._programs = Programs(
+        self._steps = ModelSteps(
             model, block_size=config.block_size, max_decode_steps=config.max_decode_steps
         )
         self._token_buckets = buckets(_SMALLEST_STEP, config.max_num_batched_tokens)
@@ -93,31 +94,21 @@ class ModelRunner:
         )
         self._state = paged.init_cache(num_blocks, config.block_size)
         self._tables = paged.init_tables(config.max_num_seqs, self.layout.blocks_per_seq)
-        donate = partial(jax.jit, donate_argnums=(0, 1))
-        self._admit = donate(paged.admit)
-        self._append = donate(
-            partial(
-                paged.append, max_new_blocks=-(-config.max_decode_steps // config.block_size) + 1
-            )
-        )
-        self._publish = donate(paged.publish)
-        self._release = donate(paged.release)
-        self._stats = jax.jit(paged.stats)
+        most = -(-config.max_decode_steps // config.block_size) + 1
+        grow = partial(paged.append, max_new_blocks=most)
+        self._admit = Program("admit", paged.admit, donate=(0, 1))
+        self._append = Program("append", grow, donate=(0, 1))
+        self._publish = Program("publish", paged.publish, donate=(0, 1))
+        self._release = Program("release", paged.release, donate=(0, 1))
+        self._stats = Program("stats", paged.stats, donate=())
 
     # ---- block manager ---------------------------------------------------------------------
 
     def admit(self, request: Request, seat: int) -> int | None:
         """Give the request a table; returns the blocks found cached, or None if none fit."""
-        padded = np.zeros((self.layout.blocks_per_seq, self._config.block_size), np.int32)
-        padded.reshape(-1)[: request.num_tokens] = request.tokens[: request.num_tokens]
-        self._state, self._tables, admission = self._admit(
-            self._state,
-            self._tables,
-            np.int32(seat),
-            padded,
-            np.int32(request.num_tokens),
-            np.int32(request.namespace),
-        )
+        args = self._admit_args(seat, request.num_tokens, request.namespace)
+        args[1].reshape(-1)[: request.num_tokens] = request.tokens[: request.num_tokens]
+        self._state, self._tables, admission = self._admit(1, self._state, self._tables, *args)
         return int(admission.num_cached_blocks) if bool(admission.ok) else None
 
     def reserve(self, requests: Sequence[Request], more: int) -> bool:
@@ -127,7 +118,7 @@ class ModelRunner:
             # The last token that a request may generate is never written.
             most = request.num_prompt_tokens + request.max_tokens - 1
             lens[_seat(request)] = min(request.num_computed + more, most)
-        self._state, self._tables, ok = self._append(self._state, self._tables, lens)
+        self._state, self._tables, ok = self._append(1, self._state, self._tables, lens)
         return bool(ok)
 
     def publish(self, requests: Sequence[Request]) -> None:
@@ -140,16 +131,13 @@ class ModelRunner:
         ]
         for first in range(0, len(entries), self._max_filled):
             part = entries[first : first + self._max_filled]
-            seat, column, namespace = np.zeros((3, self._max_filled), np.int32)
-            tokens = np.zeros((self._max_filled, size), np.int32)
+            filled = self._no_filled_blocks()
             for i, (request, c) in enumerate(part):
-                seat[i], column[i], namespace[i] = _seat(request), c, request.namespace
-                tokens[i] = request.tokens[c * size : (c + 1) * size]
-            filled = paged.FilledBlocks(
-                seat=seat, column=column, tokens=tokens, namespace=namespace
-            )
+                filled.seat[i], filled.column[i] = _seat(request), c
+                filled.namespace[i] = request.namespace
+                filled.tokens[i] = request.tokens[c * size : (c + 1) * size]
             self._state, self._tables, _ = self._publish(
-                self._state, self._tables, filled, np.int32(len(part))
+                1, self._state, self._tables, filled, np.int32(len(part))
             )
         for request in requests:
             request.num_published = max(request.num_published, request.num_computed // size)
@@ -157,12 +145,12 @@ class ModelRunner:
     def release(self, request: Request) -> None:
         """Give back the request's blocks; its seat is free afterwards."""
         self._state, self._tables, _ = self._release(
-            self._state, self._tables, np.int32(_seat(request))
+            1, self._state, self._tables, np.int32(_seat(request))
         )
 
     def stats(self) -> paged.CacheStats:
         """Blocks in each state."""
-        return jax.device_get(self._stats(self._state))
+        return jax.device_get(self._stats(1, self._state))
 
     def check_invariants(self) -> None:
         """Check the block manager's invariants; raises `octavo.paged.InvariantViolation`."""
@@ -172,89 +160,118 @@ class ModelRunner:
 
     def packed(self, work: Sequence[tuple[Request, int]]) -> np.ndarray:
         """Compute the next `count` tokens of each (request, count); returns next tokens."""
-        total = sum(count for _, count in work)
-        size = bucket_for(total, self._token_buckets)
-        num_rows = min(size, self._config.max_num_seqs)
-        tokens = np.zeros(size, np.int32)
-        seat, context_len, query_len = np.zeros((3, num_rows), np.int32)
+        size = bucket_for(sum(count for _, count in work), self._token_buckets)
+        tokens, rows = np.zeros(size, np.int32), self._no_packed_rows(size)
         at = 0
         for i, (request, count) in enumerate(work):
             begin = request.num_computed
             tokens[at : at + count] = request.tokens[begin : begin + count]
-            seat[i], context_len[i], query_len[i] = _seat(request), begin + count, count
+            rows.seat[i], rows.query_len[i] = _seat(request), count
+            rows.context_len[i] = begin + count
             at += count
-        rows = PackedRows(seat=seat, context_len=context_len, query_len=query_len)
-        sampling = _sampling_rows([request for request, _ in work], num_rows)
-        return self._run_packed(tokens, rows, sampling)[: len(work)]
+        sampling = _sampling_rows([request for request, _ in work], self._num_rows(size))
+        next_tokens, self._kv_cache = self._steps.packed(
+            size, *self._step_args(), tokens, rows, sampling
+        )
+        return np.asarray(next_tokens)[: len(work)]
 
     def decode(self, requests: Sequence[Request], num_steps: int) -> np.ndarray:
         """Generate up to `num_steps` tokens per request; returns `[steps, len(requests)]`.
 
         Entries past a request's end are -1.
         """
-        num_rows = bucket_for(len(requests), self._row_buckets)
-        seat, token, context_len, limit = np.zeros((4, num_rows), np.int32)
-        stop_ids = np.full((num_rows, NUM_STOP_IDS), -1, np.int32)
+        size = bucket_for(len(requests), self._row_buckets)
+        rows = _no_decode_rows(size)
         for i, request in enumerate(requests):
-            seat[i] = _seat(request)
-            token[i] = request.tokens[request.num_tokens - 1]
-            context_len[i] = request.num_computed
-            limit[i] = min(num_steps, request.max_tokens - request.num_generated)
+            rows.seat[i] = _seat(request)
+            rows.token[i] = request.tokens[request.num_tokens - 1]
+            rows.context_len[i] = request.num_computed
+            rows.limit[i] = min(num_steps, request.max_tokens - request.num_generated)
             # Those that do not fit are left to the host, which checks them all.
             some = list(request.stop_ids)[:NUM_STOP_IDS]
-            stop_ids[i, : len(some)] = some
-        rows = DecodeRows(
-            seat=seat, token=token, context_len=context_len, limit=limit, stop_ids=stop_ids
+            rows.stop_ids[i, : len(some)] = some
+        out, self._kv_cache = self._steps.decode(
+            size, *self._step_args(), rows, _sampling_rows(requests, size), np.int32(num_steps)
         )
-        out = self._run_decode(rows, _sampling_rows(requests, num_rows), num_steps)
-        return out[:num_steps, : len(requests)]
-
-    def _run_packed(
-        self, tokens: np.ndarray, rows: PackedRows, sampling: SamplingRows
-    ) -> np.ndarray:
-        next_tokens, self._kv_cache = self._programs.packed(
-            self._programs.weights, self._kv_cache, self._tables.block_ids, tokens, rows, sampling
-        )
-        return np.asarray(next_tokens)
-
-    def _run_decode(self, rows: DecodeRows, sampling: SamplingRows, num_steps: int) -> np.ndarray:
-        out, self._kv_cache = self._programs.decode(
-            self._programs.weights,
-            self._kv_cache,
-            self._tables.block_ids,
-            rows,
-            sampling,
-            np.int32(num_steps),
-        )
-        return np.asarray(out)
+        return np.asarray(out)[:num_steps, : len(requests)]
 
     # ---- compilation -----------------------------------------------------------------------
 
     @property
-    def num_traces(self) -> int:
-        """Step programs traced so far; never more than `len(list(self.warmups()))`."""
-        return self._programs.num_traces
+    def num_programs(self) -> int:
+        """Programs traced so far; never more than `len(self.warmups())`."""
+        return sum(program.num_traces for program in self._all_programs())
 
-    def warmups(self) -> Iterator[tuple[str, Callable[[], object]]]:
-        """Every step program by name, with a call that compiles it and changes nothing."""
-        for size in self._token_buckets:
-            yield f"packed step of {size} tokens", partial(self._warm_packed, size)
-        for size in self._row_buckets:
-            yield f"decode of {size} sequences", partial(self._warm_decode, size)
+    def warmups(self) -> list[tuple[str, Callable[[], object]]]:
+        """Every program by name, slowest first, with a call that compiles it without running it.
 
-    def _warm_packed(self, size: int) -> None:
-        num_rows = min(size, self._config.max_num_seqs)
-        seat, context_len, query_len = np.zeros((3, num_rows), np.int32)
-        rows = PackedRows(seat=seat, context_len=context_len, query_len=query_len)
-        self._run_packed(np.zeros(size, np.int32), rows, _sampling_rows([], num_rows))
+        The calls may run in threads of their own, but no step may run beside them.
+        """
+        seat, num = np.int32(0), np.int32(0)
+        lens = np.zeros(self._config.max_num_seqs, np.int32)
+        manager: list[tuple[Program, tuple[object, ...]]] = [
+            (self._admit, self._admit_args(0, 0, 0)),
+            (self._append, (lens,)),
+            (self._publish, (self._no_filled_blocks(), num)),
+            (self._release, (seat,)),
+        ]
+        steps = [
+            (f"packed step of {size} tokens", partial(self._compile_packed, size))
+            for size in reversed(self._token_buckets)
+        ] + [
+            (f"decode loop of {size} sequences", partial(self._compile_decode, size))
+            for size in reversed(self._row_buckets)
+        ]
+        return [
+            *steps,
+            *(
+                (program.name, partial(program.compile, 1, self._state, self._tables, *args))
+                for program, args in manager
+            ),
+            (self._stats.name, partial(self._stats.compile, 1, self._state)),
+        ]
 
-    def _warm_decode(self, size: int) -> None:
-        seat, token, context_len, limit = np.zeros((4, size), np.int32)
-        stop_ids = np.full((size, NUM_STOP_IDS), -1, np.int32)
-        rows = DecodeRows(
-            seat=seat, token=token, context_len=context_len, limit=limit, stop_ids=stop_ids
-        )
-        self._run_decode(rows, _sampling_rows([], size), 0)
+    def _all_programs(self) -> tuple[Program, ...]:
+        manager = (self._admit, self._append, self._publish, self._release, self._stats)
+        return (self._steps.packed, self._steps.decode, *manager)
+
+    def _compile_packed(self, size: int) -> None:
+        rows, sampling = self._no_packed_rows(size), _sampling_rows([], self._num_rows(size))
+        args = (np.zeros(size, np.int32), rows, sampling)
+        self._steps.packed.compile(size, *self._step_args(), *args)
+
+    def _compile_decode(self, size: int) -> None:
+        args = (_no_decode_rows(size), _sampling_rows([], size), np.int32(0))
+        self._steps.decode.compile(size, *self._step_args(), *args)
+
+    # ---- arguments -------------------------------------------------------------------------
+
+    def _step_args(self) -> tuple[object, ...]:
+        return self._steps.weights, self._kv_cache, self._tables.block_ids
+
+    def _num_rows(self, num_tokens: int) -> int:
+        return min(num_tokens, self._config.max_num_seqs)
+
+    def _admit_args(self, seat: int, num_tokens: int, namespace: int) -> tuple:
+        padded = np.zeros((self.layout.blocks_per_seq, self._config.block_size), np.int32)
+        return np.int32(seat), padded, np.int32(num_tokens), np.int32(namespace)
+
+    def _no_filled_blocks(self) -> paged.FilledBlocks:
+        seat, column, namespace = np.zeros((3, self._max_filled), np.int32)
+        tokens = np.zeros((self._max_filled, self._config.block_size), np.int32)
+        return paged.FilledBlocks(seat=seat, column=column, tokens=tokens, namespace=namespace)
+
+    def _no_packed_rows(self, num_tokens: int) -> PackedRows:
+        seat, context_len, query_len = np.zeros((3, self._num_rows(num_tokens)), np.int32)
+        return PackedRows(seat=seat, context_len=context_len, query_len=query_len)
+
+
+def _no_decode_rows(num_rows: int) -> DecodeRows:
+    seat, token, context_len, limit = np.zeros((4, num_rows), np.int32)
+    stop_ids = np.full((num_rows, NUM_STOP_IDS), -1, np.int32)
+    return DecodeRows(
+        seat=seat, token=token, context_len=context_len, limit=limit, stop_ids=stop_ids
+    )
 
 
 def _seat(request: Request) -> int:

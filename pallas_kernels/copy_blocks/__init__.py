@@ -15,7 +15,7 @@ def copy_blocks(
     """Copy block `src[i]` to block `dst[i]` for every i; all reads happen before any write.
 
     A pair whose `dst` is the null block is padding and copies nothing. Ids outside `[0, P)`
-    are an error under checkify; otherwise such a `src` reads the null block and such a `dst`
+    are an error in debug mode; otherwise such a `src` reads the null block and such a `dst`
     is dropped. Two pairs with the same `dst` leave one of the two sources there.
 
     Args:

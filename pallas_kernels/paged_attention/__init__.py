@@ -44,8 +44,8 @@ def paged_attention(
 
     Only slots below the context length are read into the result. Slots past it inside a
     sequence's last block must hold finite numbers, as `write_kv` leaves them. Table entries
-    past the context may hold anything; an id in use outside `[0, P)` is an error under
-    checkify and otherwise reads the null block.
+    past the context may hold anything; an id in use outside `[0, P)` is an error in debug
+    mode and otherwise reads the null block.
 
     Args:
         q: `[T, N, H]`.

@@ -28,8 +28,8 @@ def write_kv(
 
     A token at offset 0 *opens* its block: the rest of that block is zeroed first, so that what
     a former owner left there (NaN included) can never meet a weight of 0. A slot inside the
-    null block is padding and writes nothing. A slot outside `[0, P*B)` is an error under
-    checkify and is otherwise dropped. Slots of live tokens must differ.
+    null block is padding and writes nothing. A slot outside `[0, P*B)` is an error in debug
+    mode and is otherwise dropped. Slots of live tokens must differ.
 
     Args:
         kv_cache: `[P, K, B, ROW]`, donated by callers that want no copy of the cache.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 
-from octavo.pallas_kernels import paged_attention
+from octavo.pallas_kernels import debug_checks, paged_attention
 
 IMPLEMENTATIONS = ("reference", "xla")
 
@@ -203,13 +203,17 @@ def test_an_id_outside_the_pool_never_reads_another_sequence(bad: int, implement
 
 
 @pytest.mark.parametrize("bad", [-1, 10**6])
-def test_checkify_reports_an_id_outside_the_pool(bad: int) -> None:
+def test_debug_mode_reports_an_id_outside_the_pool(bad: int) -> None:
     problem = build(CASES["decode-boundaries"])
     q, cache, tables, lens, start = problem.args
-    checked = checkify.checkify(paged_attention, errors=checkify.user_checks)
-    error, _ = checked(q, cache, tables, lens, start)
-    error.throw()
-    error, _ = checked(q, cache, tables.at[2, 0].set(bad), lens, start)
+    # Jitted inside, and run before without checks: no trace of that may be taken.
+    attend = jax.jit(paged_attention)
+    attend(q, cache, tables, lens, start)
+    checked = checkify.checkify(attend, errors=checkify.user_checks)
+    with debug_checks(True):
+        error, _ = checked(q, cache, tables, lens, start)
+        error.throw()
+        error, _ = checked(q, cache, tables.at[2, 0].set(bad), lens, start)
     with pytest.raises(checkify.JaxRuntimeError, match=str(bad)):
         error.throw()
 

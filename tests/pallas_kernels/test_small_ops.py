@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 
-from octavo.pallas_kernels import cache_shape, copy_blocks, init_kv_cache, merge_states, row_width
+from octavo.pallas_kernels import (
+    cache_shape,
+    copy_blocks,
+    debug_checks,
+    init_kv_cache,
+    merge_states,
+    row_width,
+)
 from octavo.pallas_kernels.dispatch import Op
 
 
@@ -47,7 +54,8 @@ def test_copy_blocks_never_touches_another_block(bad: int) -> None:
     null = copy_blocks(cache, jnp.array([bad], jnp.int32), jnp.array([5], jnp.int32))
     np.testing.assert_array_equal(np.asarray(null[5]), np.asarray(cache[0]))
     checked = checkify.checkify(copy_blocks, errors=checkify.user_checks)
-    error, _ = checked(cache, jnp.array([bad], jnp.int32), jnp.array([5], jnp.int32))
+    with debug_checks(True):
+        error, _ = checked(cache, jnp.array([bad], jnp.int32), jnp.array([5], jnp.int32))
     with pytest.raises(checkify.JaxRuntimeError, match="outside"):
         error.throw()
 

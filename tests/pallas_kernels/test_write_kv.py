@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 
-from octavo.pallas_kernels import write_kv
+from octavo.pallas_kernels import debug_checks, write_kv
 
 IMPLEMENTATIONS = ("reference", "xla")
 P, K, B, H = 9, 3, 4, 8
@@ -94,12 +94,13 @@ def test_a_donated_cache_is_gone() -> None:
 
 
 @pytest.mark.parametrize("bad", [P * B, -B])
-def test_checkify_reports_a_slot_outside(bad: int) -> None:
+def test_debug_mode_reports_a_slot_outside(bad: int) -> None:
     cache, k, v, _ = inputs([0, 1])
     checked = checkify.checkify(write_kv, errors=checkify.user_checks)
-    error, _ = checked(cache, k, v, jnp.array([0, B], jnp.int32))
-    error.throw()
-    error, _ = checked(cache, k, v, jnp.array([bad, B], jnp.int32))
+    with debug_checks(True):
+        error, _ = checked(cache, k, v, jnp.array([0, B], jnp.int32))
+        error.throw()
+        error, _ = checked(cache, k, v, jnp.array([bad, B], jnp.int32))
     with pytest.raises(checkify.JaxRuntimeError, match="outside"):
         error.throw()
 

@@ -180,7 +180,8 @@ def test_the_number_of_programs_is_bounded_and_warm_up_makes_them_all(tiny: Load
     engine = tiny_engine(tiny)
     seen: list[tuple[int, int, str]] = []
     count = engine.warmup(lambda *args: seen.append(args))
-    assert count == engine.num_programs == 3 + 4  # 16, 32, 64 tokens; 1, 2, 4, 8 sequences
+    # Steps of 16, 32, 64 tokens; loops of 1, 2, 4, 8 sequences; five of the block manager.
+    assert count == engine.num_programs == 3 + 4 + 5
     assert seen[-1][:2] == (count, count) and len(seen) == count + 1
     rng = random.Random(1)
     for i in range(30):

@@ -1,0 +1,48 @@
+"""A jitted function whose compiled programs are known one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+class Program:
+    """A function compiled once for each size that it is called with.
+
+    `jax.jit` compiles when it meets new shapes, silently and in the middle of a request. Here a
+    caller names the size, can compile it ahead (from several threads at once, without running
+    it), and can count what there is.
+
+    Args:
+        name: for people.
+        fn: the function; all its shapes follow from the size.
+        donate: positions of the arguments that it may overwrite.
+
+    Attributes:
+        name: as given.
+        num_traces: times that `fn` has been traced; one for each size.
+    """
+
+    def __init__(self, name: str, fn: Callable[..., Any], *, donate: tuple[int, ...]):
+        def traced(*args: Any) -> Any:
+            self.num_traces += 1
+            return fn(*args)
+
+        self.name = name
+        self.num_traces = 0
+        self._jit = jax.jit(traced, donate_argnums=donate)
+        self._executables: dict[int, Callable[..., Any]] = {}
+
+    def compile(self, size: int, *args: Any) -> Callable[..., Any]:
+        """Compile for a size; arrays or `jax.ShapeDtypeStruct`s stand for the arguments."""
+        executable = self._executables.get(size)
+        if executable is None:
+            executable = self._jit.lower(*args).compile()
+            self._executables[size] = executable
+        return executable
+
+    def __call__(self, size: int, *args: Any) -> Any:
+        """Run for a size, compiling first if that has not been done."""
+        return (self._executables.get(size) or self.compile(size, *args))(*args)
