@@ -3,7 +3,8 @@
 A request's life: `add_request` checks it and queues it; `step` admits it (matching its prompt
 against the cache), prefills what missed in chunks beside everybody's decode, publishes every
 block that fills, decodes in loops on device, and gives back its blocks when it ends. Blocks are
-held only by running requests, and leave a request in exactly one place, `_retire`.
+held only by running requests, which give them back in `_retire` when they end and in `_preempt`
+when they must wait again.
 """
 
 from __future__ import annotations
@@ -19,16 +20,14 @@ import jax
 import numpy as np
 
 from ..models import LoadedModel, load_model
-from ..paged import NamespaceKey, Namespaces, OutOfBlocks
+from ..paged import OutOfBlocks
 from .config import EngineConfig
+from .intake import Intake, Prompt
 from .outputs import Completion, EngineStats, RequestOutput
 from .request import Request
 from .runner import ModelRunner
 from .sampling_params import InvalidRequest, SamplingParams
 from .scheduler import Scheduler
-from .stops import TextStream
-
-Prompt = str | Sequence[int]
 
 # Each compilation of a large model takes gigabytes while it runs.
 _MAX_COMPILE_THREADS = 4
@@ -57,7 +56,7 @@ class Engine:
             share=config.enable_prefix_caching,
         )
         self._requests: dict[str, Request] = {}
-        self._namespaces = Namespaces()
+        self._intake = Intake(loaded, self._runner.layout, config.block_size)
         self._step_seconds: dict[int, float] = {}
         self._count = dict.fromkeys(
             (
@@ -124,74 +123,10 @@ class Engine:
         request_id = request_id or secrets.token_hex(8)
         if request_id in self._requests:
             raise InvalidRequest(f"{request_id=} is in use", param="request_id")
-        tokens = self._prompt_tokens(prompt)
-        max_tokens = self._max_tokens(len(tokens), params)
-        buffer = np.zeros(len(tokens) + max_tokens, np.int32)
-        buffer[: len(tokens)] = tokens
-        stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids |= frozenset(self.loaded.eos_token_ids)
-        seed = secrets.randbits(32) if params.seed is None else params.seed % (1 << 32)
-        request = Request(
-            request_id=request_id,
-            params=params,
-            tokens=buffer,
-            num_prompt_tokens=len(tokens),
-            num_tokens=len(tokens),
-            max_tokens=max_tokens,
-            stop_ids=stop_ids,
-            seed=seed,
-            namespace=self._namespaces.id_of(
-                NamespaceKey(
-                    model=self.loaded.fingerprint,
-                    cache_dtype=self._runner.layout.dtype.name,
-                    salt=cache_salt,
-                )
-            ),
-            text=TextStream(self.loaded.tokenizer.detokenizer(), params.stop),
-        )
+        request = self._intake.request(prompt, params, cache_salt, request_id)
         self._requests[request_id] = request
         self._scheduler.waiting.append(request)
         return request_id
-
-    def _prompt_tokens(self, prompt: Prompt) -> np.ndarray:
-        vocab = self.loaded.config.vocab_size
-        ids = self.loaded.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if not ids:
-            raise InvalidRequest("the prompt is empty; give at least one token", param="prompt")
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int | np.integer):
-                raise InvalidRequest(f"token {token!r} must be an integer", param="prompt")
-            if not 0 <= token < vocab:
-                raise InvalidRequest(
-                    f"token id {token} is outside the vocabulary [0, {vocab})", param="prompt"
-                )
-        if len(ids) >= self.max_model_len:
-            raise InvalidRequest(
-                f"the prompt has {len(ids)} tokens; the context holds {self.max_model_len} with "
-                "at least one to generate",
-                param="prompt",
-            )
-        return np.asarray(ids, np.int32)
-
-    def _max_tokens(self, num_prompt: int, params: SamplingParams) -> int:
-        # The newest token is never written to the cache.
-        num_slots = (self._runner.layout.shape[0] - 1) * self.config.block_size + 1
-        room = min(self.max_model_len, num_slots) - num_prompt
-        if room < 1:
-            raise InvalidRequest(
-                f"the prompt has {num_prompt} tokens; the KV cache holds {num_slots - 1}: it can "
-                "never fit. Give the cache more blocks",
-                param="prompt",
-            )
-        if params.max_tokens is not None and params.max_tokens > room:
-            raise InvalidRequest(
-                f"max_tokens={params.max_tokens} and a prompt of {num_prompt} tokens do not fit "
-                f"the context of {self.max_model_len} and the KV cache of {num_slots - 1}; "
-                f"at most {room} fit",
-                param="max_tokens",
-            )
-        return room if params.max_tokens is None else params.max_tokens
 
     def cancel(self, request_id: str) -> bool:
         """End a request now and give back its blocks; False if it is not here (any more)."""

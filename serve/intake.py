@@ -1,0 +1,98 @@
+"""Checking what comes in, before anything changes, and making requests of it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..models import LoadedModel
+from ..paged import NamespaceKey, Namespaces
+from .request import Request
+from .runner import CacheLayout
+from .sampling_params import InvalidRequest, SamplingParams
+from .stops import TextStream
+
+Prompt = str | Sequence[int]
+
+
+class Intake:
+    """Makes requests that the engine can serve, and refuses the others."""
+
+    def __init__(self, loaded: LoadedModel, layout: CacheLayout, block_size: int):
+        self._loaded = loaded
+        self._layout = layout
+        # The newest token is never written to the cache, so one more fits than there are slots.
+        self._most_tokens = (layout.shape[0] - 1) * block_size + 1
+        self._namespaces = Namespaces()
+
+    def request(
+        self, prompt: Prompt, params: SamplingParams, cache_salt: str, request_id: str
+    ) -> Request:
+        """The request, checked.
+
+        Raises:
+            InvalidRequest: it can never be served.
+        """
+        tokens = self._prompt_tokens(prompt)
+        max_tokens = self._max_tokens(len(tokens), params)
+        buffer = np.zeros(len(tokens) + max_tokens, np.int32)
+        buffer[: len(tokens)] = tokens
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= frozenset(self._loaded.eos_token_ids)
+        namespace = NamespaceKey(
+            model=self._loaded.fingerprint,
+            cache_dtype=self._layout.dtype.name,
+            salt=cache_salt,
+        )
+        return Request(
+            request_id=request_id,
+            params=params,
+            tokens=buffer,
+            num_prompt_tokens=len(tokens),
+            num_tokens=len(tokens),
+            max_tokens=max_tokens,
+            stop_ids=stop_ids,
+            seed=secrets.randbits(32) if params.seed is None else params.seed % (1 << 32),
+            namespace=self._namespaces.id_of(namespace),
+            text=TextStream(self._loaded.tokenizer.detokenizer(), params.stop),
+        )
+
+    def _prompt_tokens(self, prompt: Prompt) -> np.ndarray:
+        vocab = self._loaded.config.vocab_size
+        ids = self._loaded.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise InvalidRequest("the prompt is empty; give at least one token", param="prompt")
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int | np.integer):
+                raise InvalidRequest(f"token {token!r} must be an integer", param="prompt")
+            if not 0 <= token < vocab:
+                raise InvalidRequest(
+                    f"token id {token} is outside the vocabulary [0, {vocab})", param="prompt"
+                )
+        if len(ids) >= self._layout.max_model_len:
+            raise InvalidRequest(
+                f"the prompt has {len(ids)} tokens; the context holds "
+                f"{self._layout.max_model_len} with at least one to generate",
+                param="prompt",
+            )
+        return np.asarray(ids, np.int32)
+
+    def _max_tokens(self, num_prompt: int, params: SamplingParams) -> int:
+        room = min(self._layout.max_model_len, self._most_tokens) - num_prompt
+        if room < 1:
+            raise InvalidRequest(
+                f"the prompt has {num_prompt} tokens; the KV cache holds "
+                f"{self._most_tokens - 1}: it can never fit. Give the cache more blocks",
+                param="prompt",
+            )
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise InvalidRequest(
+                f"max_tokens={params.max_tokens} and a prompt of {num_prompt} tokens do not fit "
+                f"the context of {self._layout.max_model_len} and the KV cache of "
+                f"{self._most_tokens - 1}; at most {room} fit",
+                param="max_tokens",
+            )
+        return room if params.max_tokens is None else params.max_tokens

@@ -1,0 +1,48 @@
+"""The README's Python runs as written, against the real model and the real server."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def snippet_with(text: str) -> str:
+    found = [snippet for snippet in SNIPPETS if text in snippet]
+    assert len(found) == 1, f"{len(found)} snippets of the README contain {text!r}"
+    return found[0]
+
+
+def test_the_client_example_hits_the_cache(server, capsys: pytest.CaptureFixture[str]) -> None:
+    code = snippet_with("OpenAI(").replace("http://127.0.0.1:8000", server.url)
+    exec(code, {})
+    first, second = (list(map(int, line.split())) for line in capsys.readouterr().out.splitlines())
+    assert first[1] < 100 < 1700 < second[1] < second[0]
+
+
+def test_the_engine_example_prints_answers(smollm2, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(snippet_with("Engine("), {})
+    out = capsys.readouterr().out
+    assert out.startswith("0 ") and len(out) > 60
+
+
+def test_the_attention_example_fits_the_ops() -> None:
+    import jax.numpy as jnp
+
+    names = {
+        "kv_cache": jnp.zeros((4, 1, 16, 16)),
+        "k": jnp.ones((2, 1, 8)),
+        "v": jnp.ones((2, 1, 8)),
+        "q": jnp.ones((2, 2, 8)),
+        "slots": jnp.array([16, 17], jnp.int32),
+        "block_tables": jnp.array([[1]], jnp.int32),
+        "context_lens": jnp.array([2], jnp.int32),
+        "query_start": jnp.array([0, 2], jnp.int32),
+    }
+    exec(snippet_with("write_kv("), names)
+    assert names["out"].shape == (2, 2, 8)
+    assert bool(jnp.allclose(names["out"], 1.0))

@@ -1,0 +1,27 @@
+"""Notebooks run from top to bottom and show what they say."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.py"))
+
+
+def test_every_notebook_has_a_test() -> None:
+    assert [path.stem for path in NOTEBOOKS] == ["prefix_reuse"]
+
+
+def test_the_prefix_is_paid_for_once(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(FOLDER / "prefix_reuse.py"))
+    out = capsys.readouterr().out
+    rows = [row.split() for row in re.findall(r"^ *[\d.]+s +\d+ +\d+$", out, re.MULTILINE)]
+    cached = [int(row[2]) for row in rows]
+    assert cached[0] == 0 and min(cached[1:]) > 1000
+    assert "active 0 of 399" in out
+    prompt, computed = map(int, re.findall(r"^(?:prompt tokens|computed) +(\d+)$", out, re.M))
+    assert computed < 0.5 * prompt
