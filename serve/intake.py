@@ -36,6 +36,7 @@ class Intake:
             InvalidRequest: it can never be served.
         """
         tokens = self._prompt_tokens(prompt)
+        self._check_stop_ids(params)
         max_tokens = self._max_tokens(len(tokens), params)
         buffer = np.zeros(len(tokens) + max_tokens, np.int32)
         buffer[: len(tokens)] = tokens
@@ -65,6 +66,12 @@ class Intake:
         ids = self._loaded.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise InvalidRequest("the prompt is empty; give at least one token", param="prompt")
+        if len(ids) >= self._layout.max_model_len:
+            raise InvalidRequest(
+                f"the prompt has {len(ids)} tokens; the context holds "
+                f"{self._layout.max_model_len} with at least one to generate",
+                param="prompt",
+            )
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int | np.integer):
                 raise InvalidRequest(f"token {token!r} must be an integer", param="prompt")
@@ -72,13 +79,16 @@ class Intake:
                 raise InvalidRequest(
                     f"token id {token} is outside the vocabulary [0, {vocab})", param="prompt"
                 )
-        if len(ids) >= self._layout.max_model_len:
-            raise InvalidRequest(
-                f"the prompt has {len(ids)} tokens; the context holds "
-                f"{self._layout.max_model_len} with at least one to generate",
-                param="prompt",
-            )
         return np.asarray(ids, np.int32)
+
+    def _check_stop_ids(self, params: SamplingParams) -> None:
+        vocab = self._loaded.config.vocab_size
+        for token in params.stop_token_ids:
+            if token >= vocab:
+                raise InvalidRequest(
+                    f"stop_token_ids holds {token}, outside the vocabulary [0, {vocab})",
+                    param="stop_token_ids",
+                )
 
     def _max_tokens(self, num_prompt: int, params: SamplingParams) -> int:
         room = min(self._layout.max_model_len, self._most_tokens) - num_prompt

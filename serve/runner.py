@@ -144,9 +144,11 @@ class ModelRunner:
 
     def release(self, request: Request) -> None:
         """Give back the request's blocks; its seat is free afterwards."""
-        self._state, self._tables, _ = self._release(
-            1, self._state, self._tables, np.int32(_seat(request))
-        )
+        self.release_seat(_seat(request))
+
+    def release_seat(self, seat: int) -> None:
+        """Give back what a seat holds, if anything."""
+        self._state, self._tables, _ = self._release(1, self._state, self._tables, np.int32(seat))
 
     def stats(self) -> paged.CacheStats:
         """Blocks in each state."""
@@ -286,7 +288,9 @@ def _sampling_rows(requests: Sequence[Request], num_rows: int) -> SamplingRows:
     top_p[:] = 1
     for i, request in enumerate(requests):
         params = request.params
-        temperature[i], top_p[i], min_p[i] = params.temperature, params.top_p, params.min_p
+        # Below these float32 overflows or rounds to 0; what they ask for is the likeliest token.
+        temperature[i] = params.temperature if params.temperature >= 1e-5 else 0.0
+        top_p[i], min_p[i] = max(params.top_p, 1e-6), params.min_p
         top_k[i], seed[i], index[i] = params.top_k, request.seed, request.num_generated
     return SamplingRows(
         temperature=temperature, top_p=top_p, min_p=min_p, top_k=top_k, seed=seed, index=index

@@ -128,7 +128,8 @@ def _decode(
     position = lens - 1
     first = jnp.int32(0)
     if options.sliding_window is not None:
-        start = jnp.where(is_decode, jnp.maximum(lens - options.sliding_window, 0), jnp.max(lens))
+        begin = jnp.maximum(lens - options.sliding_window, 0)
+        start = jnp.where(lens > 0, begin, jnp.max(lens))
         first = jnp.min(start) // chunk_tokens
     last = -(-jnp.max(lens) // chunk_tokens)
 

@@ -59,6 +59,7 @@ BAD_COMPLETIONS = [
     ({"stop": ["a"] * 17}, "stop"),
     ({"stop": {"a": 1}}, "stop"),
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"stop_token_ids": [1 << 31]}, "stop_token_ids"),
     ({"stop_token_ids": ["a"]}, "stop_token_ids.0"),
     ({"stream": 1}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),

@@ -252,6 +252,52 @@ def test_leaving_a_stream_gives_back_its_blocks(engine: Engine) -> None:
     assert_empty(engine)
 
 
+def test_streams_read_in_turns_lose_nothing(engine: Engine) -> None:
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (6, 15)]
+    whole = [engine.generate(prompt(20 + i, 20), params[i])[0] for i in range(2)]
+    streams = [engine.stream(prompt(20 + i, 20), params[i]) for i in range(2)]
+    parts = [[next(stream)] for stream in streams]
+    engine.generate(prompt(22, 20), params[1])  # both streams advance meanwhile
+    for part, stream, want in zip(parts, streams, whole, strict=True):
+        part.extend(stream)
+        assert "".join(p.text for p in part) == want.text
+        assert part[-1].finish_reason == "length"
+    assert_empty(engine)
+
+
+def test_an_interrupt_while_a_request_is_admitted_leaks_nothing(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tiny_engine(tiny)
+    admit = engine._runner.admit
+
+    def interrupted(request, seat):
+        admit(request, seat)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine._runner, "admit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(prompt(1, 20), GREEDY)
+    assert_empty(engine)
+    monkeypatch.undo()
+    assert len(engine.generate(prompt(1, 20), GREEDY)[0].token_ids) == 12
+
+
+@pytest.mark.parametrize("params", [{"temperature": 1e-38}, {"temperature": 1.0, "top_p": 1e-46}])
+def test_the_smallest_values_take_the_likeliest_token(engine: Engine, params: dict) -> None:
+    extreme = SamplingParams(max_tokens=12, ignore_eos=True, **params)
+    want = engine.generate(prompt(23, 20), GREEDY)[0].token_ids
+    assert engine.generate(prompt(23, 20), extreme)[0].token_ids == want
+
+
+@pytest.mark.parametrize("token", [49152, 1 << 31, 1 << 80])
+def test_a_stop_token_outside_the_vocabulary_is_refused(engine: Engine, token: int) -> None:
+    with pytest.raises(InvalidRequest, match=str(token)) as caught:
+        engine.add_request([1], SamplingParams(stop_token_ids=(token,)))
+    assert caught.value.param == "stop_token_ids"
+    assert_empty(engine)
+
+
 BAD_PROMPTS = {
     "empty": ([], "prompt", "empty"),
     "empty-text": ("", "prompt", "empty"),

@@ -35,7 +35,7 @@ def real_prompts(smollm2: LoadedModel, count: int) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def prompts(smollm2: LoadedModel) -> list[list[int]]:
-    return real_prompts(smollm2, 50)
+    return real_prompts(smollm2, NUM_PROMPTS)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,8 @@ def baseline(smollm2: LoadedModel, prompts) -> list[tuple[int, ...]]:
     return [engine.generate(p, GREEDY)[0].token_ids for p in prompts]
 
 
-# More tokens look closer and take longer.
+# `make test-exactness` looks closer: 50 prompts, 16 tokens each, all 32 answers of the burst.
+NUM_PROMPTS = int(os.environ.get("OCTAVO_EXACT_PROMPTS", "12"))
 NUM_TOKENS = int(os.environ.get("OCTAVO_EXACT_TOKENS", "4"))
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 MATRIX = [
@@ -68,7 +69,7 @@ def test_greedy_answers_do_not_depend_on_cache_chunk_or_company(
         answers = [engine.generate(p, GREEDY)[0] for p in prompts]
     assert [a.token_ids for a in answers] == baseline
     hits = sum(a.num_cached_tokens for a in answers)
-    assert hits > 300 if cache == "cached" else hits == 0
+    assert hits >= 32 * (NUM_PROMPTS // 3 - 1) if cache == "cached" else hits == 0
     engine.check_invariants()
 
 
@@ -84,8 +85,9 @@ def test_thirty_two_requests_at_once_compute_their_prefix_once(smollm2: LoadedMo
     assert prefilled <= 1024 + 32 * 48
     assert sum(a.num_cached_tokens for a in answers) == 31 * 1024
     plain = engine_for(smollm2, enable_prefix_caching=False)
-    assert [a.token_ids for a in answers] == [
-        plain.generate(p, params)[0].token_ids for p in prompts
+    some = range(0, 32, max(1, 100 // NUM_PROMPTS - 1))
+    assert [answers[i].token_ids for i in some] == [
+        plain.generate(prompts[i], params)[0].token_ids for i in some
     ]
     assert engine.stats().num_active_blocks == 0
     engine.check_invariants()
