@@ -15,9 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from pathlib import Path
 
-import jax
 import numpy as np
 
 from ..models import LoadedModel, load_model
@@ -25,6 +23,7 @@ from ..paged import OutOfBlocks
 from .config import EngineConfig
 from .intake import Intake, Prompt
 from .outputs import Completion, EngineStats, RequestOutput
+from .program import keep_compiled_programs
 from .request import Request
 from .runner import ModelRunner
 from .sampling_params import InvalidRequest, SamplingParams
@@ -51,7 +50,7 @@ class Engine:
     def __init__(self, loaded: LoadedModel, config: EngineConfig | None = None):
         self.loaded = loaded
         self.config = config = config or EngineConfig()
-        _keep_compiled_programs(config.compilation_cache_dir)
+        keep_compiled_programs(config.compilation_cache_dir)
         self._runner = ModelRunner(loaded.model, config)
         self._scheduler = Scheduler(
             num_seats=config.max_num_seqs,
@@ -396,15 +395,3 @@ def _join(parts: Sequence[RequestOutput]) -> Completion:
         num_prompt_tokens=last.num_prompt_tokens,
         num_cached_tokens=last.num_cached_tokens,
     )
-
-
-def _keep_compiled_programs(folder: str) -> None:
-    # Whoever has chosen a folder for this process keeps it.
-    chosen = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    if not folder or chosen:
-        return
-    path = Path(folder).expanduser()
-    path.mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(path))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

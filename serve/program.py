@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -46,3 +47,16 @@ class Program:
     def __call__(self, size: int, *args: Any) -> Any:
         """Run for a size, compiling first if that has not been done."""
         return (self._executables.get(size) or self.compile(size, *args))(*args)
+
+
+def keep_compiled_programs(folder: str) -> None:
+    """Keep compiled programs in `folder` between runs of this process's user; '' for nowhere."""
+    # Whoever has chosen a folder for this process keeps it.
+    chosen = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    if not folder or chosen:
+        return
+    path = Path(folder).expanduser()
+    path.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
