@@ -1,6 +1,6 @@
 """Logits of Hugging Face transformers, reproduced from the same files over a paged cache.
 
-make_hf_reference.py made the models in hf/ and the logits in hf_reference.npz.
+benchmarks/make_hf_reference.py made the models in hf/ and the logits in hf_reference.npz.
 """
 
 from collections.abc import Callable

@@ -4,7 +4,7 @@ The project depends on neither torch nor transformers; this is run by hand when 
 
     python -m venv hf-venv
     hf-venv/bin/pip install torch==2.13.0 transformers==5.24.0 safetensors numpy
-    hf-venv/bin/python tests/models/make_hf_reference.py
+    hf-venv/bin/python benchmarks/make_hf_reference.py
 
 These are the versions that the committed files were made with. Seeds are fixed. The weights are
 rounded to the dtype that they are stored in, and the logits are computed from those in float32.
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import transformers
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parents[1] / "tests" / "models"
 MODELS = HERE / "hf"
 REFERENCE = HERE / "hf_reference.npz"
 NUM_TOKENS = 40
