@@ -12,12 +12,10 @@ from octavo.serve import Engine, EngineConfig, SamplingParams
 
 from ..texts import TEXTS
 
-# One cache size throughout, so that all engines share their compiled programs.
-NUM_BLOCKS = 2560
-
 
 def engine_for(smollm2: LoadedModel, **config) -> Engine:
-    return Engine(smollm2, EngineConfig(num_blocks=NUM_BLOCKS, **config))
+    # The default sizes, so that all these engines share their compiled programs.
+    return Engine(smollm2, EngineConfig(**config))
 
 
 def real_prompts(smollm2: LoadedModel, count: int) -> list[list[int]]:

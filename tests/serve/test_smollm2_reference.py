@@ -13,7 +13,7 @@ from flax import nnx
 from octavo.models import LoadedModel
 from octavo.paged import PagedBatch, token_positions, token_slots
 from octavo.pallas_kernels import cache_shape, init_kv_cache
-from octavo.serve import Engine, EngineConfig, SamplingParams
+from octavo.serve import Engine, SamplingParams
 
 REFERENCE = np.load(Path(__file__).parents[1] / "data" / "smollm2_reference.npz")
 LENGTHS = (5, 37, 300, 1500)
@@ -77,7 +77,7 @@ def test_logits_agree_at_every_position(logits_of, length: int) -> None:
 
 
 def test_greedy_continuations_are_the_reference_tokens(smollm2: LoadedModel) -> None:
-    engine = Engine(smollm2, EngineConfig(num_blocks=2048))
+    engine = Engine(smollm2)
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
     prompts = [REFERENCE[f"ids_{n}"].tolist() for n in LENGTHS]
     want = [tuple(REFERENCE[f"greedy_{n}"].tolist()) for n in LENGTHS]
