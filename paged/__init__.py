@@ -1,43 +1,67 @@
 """Paged memory and a prefix index as pure functions on immutable arrays.
 
-See `octavo.paged.cache` for the operations and a worked example.
+See `octavo.paged.cache` for the operations and a worked example, `octavo.paged.sharing` for beam
+search and parallel sampling.
 """
 
 from .batch import PagedBatch as PagedBatch
 from .batch import token_positions as token_positions
 from .batch import token_slots as token_slots
 from .cache import Admission as Admission
-from .cache import CacheState as CacheState
+from .cache import BlockCopies as BlockCopies
 from .cache import CacheStats as CacheStats
-from .cache import FilledBlocks as FilledBlocks
 from .cache import admit as admit
 from .cache import append as append
-from .cache import init_cache as init_cache
-from .cache import publish as publish
-from .cache import release as release
+from .cache import namespace_use as namespace_use
 from .cache import reserve as reserve
 from .cache import stats as stats
+from .cache import unfilled_slots as unfilled_slots
 from .errors import InvariantViolation as InvariantViolation
 from .errors import OutOfBlocks as OutOfBlocks
+from .eviction import POLICIES as POLICIES
+from .eviction import EvictionPolicy as EvictionPolicy
+from .eviction import eviction_policy as eviction_policy
 from .index import PrefixIndex as PrefixIndex
+from .index import longest_child as longest_child
 from .index import match as match
 from .invariants import check_invariants as check_invariants
 from .namespace import NamespaceKey as NamespaceKey
 from .namespace import Namespaces as Namespaces
+from .pins import pin_namespace as pin_namespace
+from .pins import pin_sequence as pin_sequence
+from .pins import pin_tokens as pin_tokens
+from .pins import unpin_namespace as unpin_namespace
+from .pins import unpin_tokens as unpin_tokens
 from .pool import BlockPool as BlockPool
 from .pool import allocate as allocate
 from .pool import decref as decref
 from .pool import incref as incref
 from .pool import init_pool as init_pool
+from .publish import FilledBlocks as FilledBlocks
+from .publish import publish as publish
+from .sharing import copy_on_write as copy_on_write
+from .sharing import fork as fork
+from .sharing import release as release
+from .sharing import truncate as truncate
+from .state import FOREVER as FOREVER
+from .state import CacheState as CacheState
+from .state import Counters as Counters
+from .state import acting as acting
+from .state import init_cache as init_cache
 from .tables import BlockTables as BlockTables
 from .tables import init_tables as init_tables
 
 __all__ = [
+    "FOREVER",
+    "POLICIES",
     "Admission",
+    "BlockCopies",
     "BlockPool",
     "BlockTables",
     "CacheState",
     "CacheStats",
+    "Counters",
+    "EvictionPolicy",
     "FilledBlocks",
     "InvariantViolation",
     "NamespaceKey",
@@ -45,20 +69,33 @@ __all__ = [
     "OutOfBlocks",
     "PagedBatch",
     "PrefixIndex",
+    "acting",
     "admit",
     "allocate",
     "append",
     "check_invariants",
+    "copy_on_write",
     "decref",
+    "eviction_policy",
+    "fork",
     "incref",
     "init_cache",
     "init_pool",
     "init_tables",
+    "longest_child",
     "match",
+    "namespace_use",
+    "pin_namespace",
+    "pin_sequence",
+    "pin_tokens",
     "publish",
     "release",
     "reserve",
     "stats",
     "token_positions",
     "token_slots",
+    "truncate",
+    "unfilled_slots",
+    "unpin_namespace",
+    "unpin_tokens",
 ]

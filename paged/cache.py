@@ -2,25 +2,35 @@
 
 Every operation is a pure function `op(state, tables, ...) -> (state, tables, result)` on frozen
 pytrees. It is jittable, all or nothing (`ok=False` leaves everything as it was), and the states
-passed in stay valid unless the caller donates them, so a state kept aside is a snapshot.
+passed in stay valid unless the caller donates them, so a state kept aside is a snapshot and going
+on from it is a rollback.
 
 A block is *null* (block 0), *free* (no references, not indexed), *cached* (no references,
 indexed, evictable) or *active* (referenced).
 
-A worked example: two prompts that share their first block of four tokens.
+A worked example: two prompts that share their first block of four tokens and one token more.
 
     >>> state, tables = init_cache(num_blocks=8, block_size=4), init_tables(2, 2)
     >>> prompt = jnp.array([[1, 2, 3, 4], [5, 6, 0, 0]], jnp.int32)
     >>> state, tables, got = admit(state, tables, 0, prompt, 6, namespace=0)
-    >>> bool(got.ok), int(got.num_cached_blocks)
+    >>> bool(got.ok), int(got.num_cached_tokens)
     (True, 0)
     >>> filled = FilledBlocks(
-    ...     seat=jnp.array([0]), column=jnp.array([0]), tokens=prompt[:1], namespace=jnp.array([0])
+    ...     seat=jnp.array([0, 0]), column=jnp.array([0, 1]), tokens=prompt,
+    ...     num_tokens=jnp.array([4, 2]), namespace=jnp.array([0, 0])
     ... )
-    >>> state, tables, ok = publish(state, tables, filled, 1)
-    >>> state, tables, got = admit(state, tables, 1, prompt, 6, namespace=0)
-    >>> int(got.num_cached_blocks), int(state.pool.ref_count[tables.block_ids[1, 0]])
-    (1, 2)
+    >>> state, tables, ok = publish(state, tables, filled, 2)
+    >>> other = prompt.at[1, 1].set(9)
+    >>> state, tables, got = admit(state, tables, 1, other, 6, namespace=0)
+    >>> int(got.num_cached_tokens), int(state.pool.ref_count[tables.block_ids[1, 0]])
+    (5, 2)
+
+The fifth token's keys and values are to be copied before the sequence is computed:
+
+    >>> int(got.copies.source) == int(tables.block_ids[0, 1])
+    True
+    >>> int(got.copies.target) == int(tables.block_ids[1, 1])
+    True
 """
 
 from __future__ import annotations
@@ -29,31 +39,31 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..pallas_kernels import NULL_BLOCK
-from . import hashing
-from .index import (
-    PrefixIndex,
-    evict,
-    find_block,
-    init_index,
-    insert_block,
-    limit_clock,
-    match,
-    touch,
-)
-from .pool import BlockPool, allocate, decref, incref, init_pool
-from .tables import BlockTables
+from .eviction import select_victims, touch
+from .history import record_evictions
+from .index import longest_child, match, remove_blocks
+from .lanes import any_lane
+from .pool import allocate, give_back, incref
+from .state import CacheState, Counters, count_tokens
+from .tables import BlockTables, blocks_for
+
+# Children of one block looked at for the longest common start: the newest are the likeliest.
+_MAX_CHILDREN = 128
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class CacheState:
-    """The block pool and the index over it."""
+class BlockCopies:
+    """Blocks to copy, `copy_blocks(kv_cache, source, target)`, before anything is written.
 
-    pool: BlockPool
-    index: PrefixIndex
+    Attributes:
+        source, target: `int32[...]`; both are the null block where there is nothing to copy.
+    """
+
+    source: jax.Array
+    target: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -63,44 +73,14 @@ class Admission:
 
     Attributes:
         ok: `bool[]`.
-        num_cached_blocks: `int32[]` blocks that were found instead of computed.
+        num_cached_tokens: `int32[]` tokens that were found instead of computed, those of a block
+            that is to be copied included.
+        copies: one block, `int32[]`.
     """
 
     ok: jax.Array
-    num_cached_blocks: jax.Array
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class FilledBlocks:
-    """Blocks that have just been filled, for `publish`.
-
-    Attributes:
-        seat: `int32[n]` row of the block's sequence.
-        column: `int32[n]` position of the block in its table.
-        tokens: `int32[n, B]`.
-        namespace: `int32[n]`.
-    """
-
-    seat: jax.Array | np.ndarray
-    column: jax.Array | np.ndarray
-    tokens: jax.Array | np.ndarray
-    namespace: jax.Array | np.ndarray
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class CacheStats:
-    """How many blocks are in each state, `int32[]` each; they add up to P - 1."""
-
-    num_free: jax.Array
-    num_cached: jax.Array
-    num_active: jax.Array
-
-
-def init_cache(num_blocks: int, block_size: int) -> CacheState:
-    """An empty manager of `num_blocks` blocks, the null block included."""
-    return CacheState(pool=init_pool(num_blocks), index=init_index(num_blocks, block_size))
+    num_cached_tokens: jax.Array
+    copies: BlockCopies
 
 
 def admit(
@@ -110,11 +90,17 @@ def admit(
     tokens: jax.Array,
     num_tokens: jax.typing.ArrayLike,
     namespace: jax.typing.ArrayLike,
+    *,
+    max_cached_tokens: jax.typing.ArrayLike | None = None,
+    min_copied_tokens: jax.typing.ArrayLike = 1,
+    priority: jax.typing.ArrayLike = 0,
+    resumed: jax.typing.ArrayLike = False,
 ) -> tuple[CacheState, BlockTables, Admission]:
     """Give a sequence its table: share the blocks of its longest cached prefix, take the rest.
 
-    The last token is never taken from the cache, because its logits are needed. Look-up comes
-    before allocation, so a prompt that fills the pool can hit itself.
+    Where the prefix ends inside a block, the child that shares most tokens is to be copied and the
+    sequence goes on from that token. Look-up comes before allocation, so a prompt that fills the
+    pool can hit itself.
 
     Args:
         state, tables: the manager.
@@ -122,6 +108,13 @@ def admit(
         tokens: `int32[M, B]` the sequence cut into blocks, padded.
         num_tokens: `int32[]` tokens of it that count, at least 1.
         namespace: `int32[]`.
+        max_cached_tokens: `int32[]` tokens that may come from the cache; None means all but the
+            last, because its logits are needed.
+        min_copied_tokens: `int32[]` fewer shared tokens than these are not worth a copy; more than
+            B means never.
+        priority: `int32[]` retention priority, not negative.
+        resumed: `bool[]`; a sequence that was here before is neither looked up nor hit again in
+            the counters.
 
     Returns:
         `(state, tables, admission)`; `ok` is False, and nothing changes, if the row is in use
@@ -131,30 +124,64 @@ def admit(
     block_size = state.index.block_size
     if tokens.shape != (max_blocks, block_size):
         raise ValueError(f"{tokens.shape=} must be [M, B] = {(max_blocks, block_size)}")
-    num_tokens = jnp.asarray(num_tokens, jnp.int32)
-    seat = jnp.asarray(seat, jnp.int32)
-    needed = -(-num_tokens // block_size)
-    valid = (num_tokens >= 1) & (needed <= max_blocks)
-    valid &= (seat >= 0) & (seat < tables.num_blocks.shape[0])
-    valid &= tables.num_blocks[seat] == 0
+    num_tokens, seat = jnp.asarray(num_tokens, jnp.int32), jnp.asarray(seat, jnp.int32)
+    priority = jnp.asarray(priority, jnp.int32)
+    limit = num_tokens - 1 if max_cached_tokens is None else jnp.asarray(max_cached_tokens)
+    limit = jnp.clip(limit, 0, jnp.maximum(num_tokens, 0)).astype(jnp.int32)
+    needed = blocks_for(num_tokens, block_size)
+    num_seats = tables.num_blocks.shape[0]
+    valid = (num_tokens >= 1) & (needed <= max_blocks) & (seat >= 0) & (seat < num_seats)
+    valid &= (tables.num_blocks[jnp.clip(seat, 0, num_seats - 1)] == 0) & (priority >= 0)
 
-    cached, matched = match(state.index, tokens, (num_tokens - 1) // block_size, namespace)
-    state, ok = reserve(state, needed - matched, spare=cached, enabled=valid)
-    shared = jnp.where(ok, cached, NULL_BLOCK)
-    pool, _ = incref(state.pool, shared)
+    cached, matched = match(state.index, tokens, limit // block_size, namespace)
+    parent = jnp.where(matched > 0, cached[jnp.maximum(matched - 1, 0)], NULL_BLOCK)
+    rest = jnp.where(matched < needed, jnp.minimum(limit - matched * block_size, block_size), 0)
+    child, shared = longest_child(
+        state.index,
+        parent,
+        namespace,
+        tokens[jnp.minimum(matched, max_blocks - 1)],
+        rest,
+        max_children=_MAX_CHILDREN,
+    )
+
+    state, ok = reserve(state, needed - matched, max_blocks, spare=cached, enabled=valid)
+    shared = jnp.where(ok & (shared >= min_copied_tokens), shared, 0)
+    child = jnp.where(shared > 0, child, NULL_BLOCK)
+    path = jnp.where(ok, cached, NULL_BLOCK)
+    pool, _ = incref(state.pool, path)
     pool, fresh, _ = allocate(pool, jnp.where(ok, needed - matched, 0), max_blocks)
-    index = jax.lax.cond(ok, touch, lambda index, _: index, state.index, shared)
+    resumed = jnp.asarray(resumed)
+    # A child that made room for its own copy is no longer indexed and is passed over.
+    index = touch(
+        state.index,
+        state.policy,
+        jnp.concatenate([path, child[None]])[None],
+        hit=~resumed,
+        priority=jnp.where(ok, priority, 0),
+    )
 
     column = jnp.arange(max_blocks, dtype=jnp.int32)
     row = jnp.where(column < matched, cached, fresh[jnp.maximum(column - matched, 0)])
     row = jnp.where(column < needed, row, NULL_BLOCK)
-    target = jnp.where(ok, seat, tables.num_blocks.shape[0])
+    target = jnp.where(ok, seat, num_seats)
     tables = BlockTables(
         block_ids=tables.block_ids.at[target].set(row, mode="drop"),
         num_blocks=tables.num_blocks.at[target].set(needed, mode="drop"),
+        priority=tables.priority.at[target].set(priority, mode="drop"),
     )
-    admission = Admission(ok=ok, num_cached_blocks=jnp.where(ok, matched, 0))
-    return CacheState(pool=pool, index=index), tables, admission
+    found = jnp.where(ok, matched * block_size + shared, 0)
+    counted = ok & ~resumed
+    counters = Counters(
+        queries=count_tokens(state.counters.queries, jnp.where(counted, num_tokens, 0)),
+        hits=count_tokens(state.counters.hits, jnp.where(counted, found, 0)),
+    )
+    admission = Admission(
+        ok=ok,
+        num_cached_tokens=found,
+        copies=BlockCopies(source=child, target=jnp.where(shared > 0, fresh[0], NULL_BLOCK)),
+    )
+    return replace(state, pool=pool, index=index, counters=counters), tables, admission
 
 
 def append(
@@ -173,18 +200,20 @@ def append(
     """
     num_seqs, max_blocks = tables.block_ids.shape
     block_size = state.index.block_size
-    target = jnp.maximum(-(-num_tokens // block_size), tables.num_blocks)
+    target = jnp.maximum(blocks_for(num_tokens, block_size), tables.num_blocks)
     grow = target - tables.num_blocks
     valid = jnp.all((target <= max_blocks) & (grow <= max_new_blocks))
+    grow = jnp.where(valid, grow, 0)
     total = jnp.sum(grow)
-    state, ok = reserve(state, total, enabled=valid)
+    state, ok = reserve(state, total, num_seqs * max_new_blocks, enabled=valid)
     pool, fresh, _ = allocate(state.pool, jnp.where(ok, total, 0), num_seqs * max_new_blocks)
     step = jnp.arange(max_new_blocks, dtype=jnp.int32)[None, :]
     place = (jnp.cumsum(grow) - grow)[:, None] + step
     column = jnp.where((step < grow[:, None]) & ok, tables.num_blocks[:, None] + step, max_blocks)
     row = jnp.arange(num_seqs, dtype=jnp.int32)[:, None]
-    ids = fresh[jnp.minimum(place, fresh.shape[0] - 1)]
-    tables = BlockTables(
+    ids = fresh[jnp.minimum(place, max(fresh.shape[0] - 1, 0))] if fresh.shape[0] else place
+    tables = replace(
+        tables,
         block_ids=tables.block_ids.at[row, column].set(ids, mode="drop"),
         num_blocks=jnp.where(ok, target, tables.num_blocks),
     )
@@ -194,6 +223,7 @@ def append(
 def reserve(
     state: CacheState,
     count: jax.typing.ArrayLike,
+    max_count: int,
     *,
     spare: jax.Array | None = None,
     enabled: jax.typing.ArrayLike = True,
@@ -203,133 +233,93 @@ def reserve(
     Args:
         state: the manager.
         count: blocks that must be free afterwards.
+        max_count: static bound on the blocks evicted.
         spare: `int32[n]` blocks of one path from its root that must stay; None means none.
         enabled: `bool[]`; False means that nothing is wanted.
 
     Returns:
         `(state, ok bool[])`; with `enabled` False, or too few blocks even so, nothing changes.
     """
-    count = jnp.asarray(count, jnp.int32)
-    short = count - state.pool.num_free
-    evictable = state.index.indexed & (state.pool.ref_count == 0)
-    if spare is not None:
-        evictable = evictable.at[spare].set(False)
-    ok = jnp.asarray(enabled) & (short <= jnp.sum(evictable, dtype=jnp.int32))
+    index = state.index
+    enabled = jnp.asarray(enabled)
+    short = jnp.where(enabled, jnp.asarray(count, jnp.int32) - state.pool.num_free, 0)
+    most = min(max_count, state.pool.num_blocks)
 
-    def make_room(state: CacheState) -> CacheState:
-        index, victims = evict(state.index, evictable, short)
-        pool = state.pool
-        place = pool.num_free + jnp.cumsum(victims, dtype=jnp.int32) - 1
-        ids = jnp.arange(pool.num_blocks, dtype=jnp.int32)
-        stack = pool.free_stack.at[jnp.where(victims, place, pool.num_blocks)].set(ids, mode="drop")
-        freed = jnp.sum(victims, dtype=jnp.int32)
-        return CacheState(
-            pool=replace(pool, free_stack=stack, num_free=pool.num_free + freed), index=index
-        )
+    # Only the victims come out of the branch: a state that passed through it would be copied.
+    def pick(_: jax.Array) -> tuple[jax.Array, jax.Array]:
+        evictable = index.indexed & (state.pool.ref_count == 0)
+        evictable &= index.pin_until <= state.now
+        if spare is not None:
+            evictable = evictable.at[spare].set(False)
+        enough = short <= jnp.minimum(jnp.sum(evictable, dtype=jnp.int32), most)
+        wanted = jnp.where(enough, jnp.maximum(short, 0), 0)
+        return select_victims(index, state.policy, evictable, wanted, most), enough
 
-    return jax.lax.cond(ok & (short > 0), make_room, lambda state: state, state), ok
-
-
-def publish(
-    state: CacheState, tables: BlockTables, filled: FilledBlocks, count: jax.typing.ArrayLike
-) -> tuple[CacheState, BlockTables, jax.Array]:
-    """Index blocks that have just been filled, so that other sequences can share them.
-
-    A block whose namespace, parent and tokens are indexed already is *folded*: the table takes
-    the indexed block and its own copy is dropped.
-
-    Args:
-        state, tables: the manager.
-        filled: n blocks; those of one sequence in order.
-        count: `int32[]`, how many of them count.
-
-    Returns:
-        `(state, tables, ok bool[])`; `ok` is False, and nothing changes, if an entry is not in
-        its table or its parent is neither indexed nor the entry before it.
-    """
-    num_seqs, max_blocks = tables.block_ids.shape
-    num_pool = state.pool.num_blocks
-    count = jnp.asarray(count, jnp.int32)
-    seat, column = filled.seat, filled.column
-    if seat.shape[0] == 0:
-        return state, tables, count == 0
-    row = jnp.clip(seat, 0, num_seqs - 1)
-    inside = (seat >= 0) & (seat < num_seqs) & (column >= 0)
-    inside &= column < tables.num_blocks[row]
-    parent_block = tables.block_ids[row, jnp.clip(column - 1, 0, max_blocks - 1)]
-    follows = (jnp.roll(seat, 1) == seat) & (jnp.roll(column, 1) == column - 1)
-    follows = follows.at[:1].set(False)
-    rooted = (column == 0) | follows | state.index.indexed[parent_block]
-    position = jnp.arange(seat.shape[0], dtype=jnp.int32)
-    ok = jnp.all((position >= count) | (inside & rooted)) & (count <= seat.shape[0])
-
-    def one(i: jax.Array, carry: tuple[CacheState, BlockTables]) -> tuple[CacheState, BlockTables]:
-        state, tables = carry
-        index, pool = state.index, state.pool
-        s, c = seat[i], column[i]
-        own = tables.block_ids[s, c]
-        parent = jnp.where(c == 0, NULL_BLOCK, tables.block_ids[s, jnp.maximum(c - 1, 0)])
-        root = hashing.root_hash(filled.namespace[i])
-        block_hash = hashing.extend_hash(
-            jnp.where(c == 0, root, index.hash[parent]), filled.tokens[i]
-        )
-        head = index.bucket_head[hashing.bucket_of(block_hash, index.bucket_head.shape[0])]
-        twin = find_block(index, head, filled.namespace[i], parent, filled.tokens[i])
-        fold = (twin != NULL_BLOCK) & (twin != own)
-        index = insert_block(
-            index,
-            jnp.where((twin == NULL_BLOCK) & ~index.indexed[own], own, num_pool),
-            block_hash=block_hash,
-            namespace=filled.namespace[i],
-            parent=parent,
-            tokens=filled.tokens[i],
-            last_access=index.clock,
-        )
-        index = replace(index, clock=index.clock + 1)
-        pool, _ = incref(pool, jnp.where(fold, twin, NULL_BLOCK)[None])
-        pool, _ = decref(pool, jnp.where(fold, own, NULL_BLOCK)[None], index.indexed)
-        block_ids = tables.block_ids.at[s, c].set(jnp.where(fold, twin, own))
-        return CacheState(pool=pool, index=index), replace(tables, block_ids=block_ids)
-
-    state, tables = jax.lax.fori_loop(0, jnp.where(ok, count, 0), one, (state, tables))
-    return state, tables, ok
-
-
-def release(
-    state: CacheState, tables: BlockTables, seat: jax.typing.ArrayLike
-) -> tuple[CacheState, BlockTables, jax.Array]:
-    """Give back a sequence's blocks; indexed ones stay cached, most recently used.
-
-    Returns:
-        `(state, tables, ok bool[])`; `ok` is False, and nothing changes, if `seat: int32[]` is
-        no row or an empty one.
-    """
-    seat = jnp.asarray(seat, jnp.int32)
-    num_seqs = tables.num_blocks.shape[0]
-    inside = (seat >= 0) & (seat < num_seqs)
-    ok = inside & (tables.num_blocks[jnp.where(inside, seat, 0)] > 0)
-    row = jnp.where(ok, tables.block_ids[jnp.where(inside, seat, 0)], NULL_BLOCK)
-    index = jax.lax.cond(
-        ok,
-        lambda index, row: touch(limit_clock(index), row),
-        lambda index, _: index,
-        state.index,
-        row,
+    victims, enough = jax.lax.cond(
+        any_lane(short > 0),
+        pick,
+        lambda _: (jnp.full(most, NULL_BLOCK, jnp.int32), jnp.bool_(False)),
+        short,
     )
-    pool, _ = decref(state.pool, row, index.indexed)
-    target = jnp.where(ok, seat, num_seqs)
-    tables = BlockTables(
-        block_ids=tables.block_ids.at[target].set(NULL_BLOCK, mode="drop"),
-        num_blocks=tables.num_blocks.at[target].set(0, mode="drop"),
+    inflation = jnp.max(index.worth[victims], initial=0, where=victims != NULL_BLOCK)
+    state = replace(
+        state,
+        pool=give_back(state.pool, victims),
+        index=remove_blocks(index, victims),
+        policy=replace(state.policy, inflation=jnp.maximum(state.policy.inflation, inflation)),
+        history=record_evictions(state.history, index, victims, state.now, state.owner),
     )
-    return CacheState(pool=pool, index=index), tables, ok
+    return state, enabled & ((short <= 0) | enough)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class CacheStats:
+    """The manager in numbers.
+
+    Attributes:
+        num_free, num_cached, num_active: `int32[]` blocks in each state; they add up to P - 1.
+        num_pinned: `int32[]` blocks that are pinned now, in whatever state.
+        counters: tokens looked up and found.
+    """
+
+    num_free: jax.Array
+    num_cached: jax.Array
+    num_active: jax.Array
+    num_pinned: jax.Array
+    counters: Counters
 
 
 def stats(state: CacheState) -> CacheStats:
     """Count the blocks in each state."""
-    live = state.pool.ref_count > 0
+    live, indexed = state.pool.ref_count > 0, state.index.indexed
     return CacheStats(
         num_free=state.pool.num_free,
-        num_cached=jnp.sum(state.index.indexed & ~live, dtype=jnp.int32),
+        num_cached=jnp.sum(indexed & ~live, dtype=jnp.int32),
         num_active=jnp.sum(live, dtype=jnp.int32),
+        num_pinned=jnp.sum(indexed & (state.index.pin_until > state.now), dtype=jnp.int32),
+        counters=state.counters,
     )
+
+
+def namespace_use(state: CacheState, num_namespaces: int) -> jax.Array:
+    """Indexed blocks `int32[num_namespaces]` of each namespace `[0, num_namespaces)`."""
+    target = jnp.where(state.index.indexed, state.index.namespace, num_namespaces)
+    return jnp.zeros(num_namespaces, jnp.int32).at[target].add(1, mode="drop")
+
+
+def unfilled_slots(
+    tables: BlockTables, context_lens: jax.Array, block_size: int
+) -> tuple[jax.Array, jax.Array]:
+    """Internal waste: `(allocated, unfilled)` slots, `int32[]` each, of all sequences.
+
+    A block shared by several sequences counts once for each.
+
+    Args:
+        tables: the tables.
+        context_lens: `int32[S]` tokens that each sequence has in the cache.
+        block_size: B.
+    """
+    allocated = jnp.sum(tables.num_blocks) * block_size
+    filled = jnp.minimum(context_lens, tables.num_blocks * block_size)
+    return allocated, allocated - jnp.sum(filled)

@@ -21,8 +21,32 @@ def root_hash(namespace: jax.typing.ArrayLike) -> jax.Array:
 
 
 def extend_hash(parent_hash: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Hash `uint32[]` of a block of `tokens: int32[B]` under a parent's hash."""
+    """Hash `uint32[...]` of a block of `tokens: int32[..., B]` under its parent's hash."""
     return parent_hash * jnp.uint32(_MULTIPLIER) + _digest(tokens)
+
+
+def extend_hashes(base: jax.Array, tokens: jax.Array, follows: jax.Array) -> jax.Array:
+    """Hashes `uint32[n]` of blocks of which some follow the one before them in the list.
+
+    Args:
+        base: `uint32[n]` hash of the block's parent; not read where it follows.
+        tokens: `int32[n, B]`.
+        follows: `bool[n]`; the parent is the entry before.
+    """
+    digest = _digest(tokens)
+    scale = jnp.where(follows, jnp.uint32(_MULTIPLIER), jnp.uint32(0))
+    offset = jnp.where(follows, digest, base * jnp.uint32(_MULTIPLIER) + digest)
+
+    def compose(first: tuple[jax.Array, jax.Array], then: tuple[jax.Array, jax.Array]):
+        return first[0] * then[0], first[1] * then[0] + then[1]
+
+    return jax.lax.associative_scan(compose, (scale, offset))[1]
+
+
+def child_key(parent: jax.Array, namespace: jax.Array, first_token: jax.Array) -> jax.Array:
+    """Key `uint32[...]` shared by the children of a block that begin with the same token."""
+    key = _mix(namespace.astype(jnp.uint32) * jnp.uint32(_MULTIPLIER) + parent.astype(jnp.uint32))
+    return _mix(key * jnp.uint32(_MULTIPLIER) + first_token.astype(jnp.uint32))
 
 
 def chain_hashes(tokens: jax.Array, namespace: jax.typing.ArrayLike) -> jax.Array:

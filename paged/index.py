@@ -1,23 +1,25 @@
-"""The prefix index: full blocks found by namespace, parent and tokens, on immutable arrays.
+"""The prefix index: blocks found by namespace, parent and tokens, on immutable arrays.
 
-The index is a forest. A block's parent is the block before it in its sequence (the null block
-for a first one), and (namespace, parent, tokens) names at most one block. Blocks are found
-through a hash table of linked lists, so that it can overfill but never lose a block.
+The index is a forest. A block's parent is the full block before it in its sequence (the null block
+for a first one); a block that is not full has no children. (namespace, parent, tokens) names at
+most one block. Hashes nominate blocks, tokens and parent decide.
 
-`last_access` is unique per block and, along any path, larger at the parent than at the child:
-a touch counts down from the root. So the least recently used block without references is a leaf.
+`last_access` is unique per block. Along any path of blocks without references it, `hits`, `cost`,
+`worth`, `priority` and `pin_until` never grow from parent to child, because whoever uses a child
+uses its ancestors: so every eviction order that grows with them takes leaves first.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ..pallas_kernels import NULL_BLOCK
-from . import hashing
+from . import buckets, hashing
+from .buckets import Buckets
+from .lanes import any_lane
 
 # Past this access times are replaced by ranks, long before int32 would overflow.
 _CLOCK_LIMIT = 1 << 30
@@ -26,51 +28,96 @@ _CLOCK_LIMIT = 1 << 30
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class PrefixIndex:
-    """Which full blocks are cached for reuse.
+    """Which blocks are cached for reuse, and what is known of their use.
 
     Attributes:
-        indexed: `bool[P]`.
-        tokens: `int32[P, B]` of each indexed block.
+        num_tokens: `int32[P]` tokens by which a block can be found; 0 if it is not indexed.
+        tokens: `int32[P, B]` of each indexed block, 0 past `num_tokens`.
         parent: `int32[P]`; the null block for the first block of a sequence.
         namespace: `int32[P]`, see `Namespaces`.
         hash: `uint32[P]`.
         last_access: `int32[P]`, unique among indexed blocks.
+        hits: `int32[P]` times that a request found the block.
+        cost: `float32[P]` cost of computing the block again, or a descendant if that is more; in
+            units of a first block's.
+        worth: `float32[P]` greedy-dual priority when it was last used, see `eviction`.
+        priority: `int32[P]` highest retention priority of its users.
+        pin_until: `int32[P]` time up to which the block must stay.
         clock: `int32[]`, larger than every `last_access`.
-        bucket_head: `int32[buckets]` first block of each bucket, null if empty.
-        bucket_next: `int32[P]` next block of the same bucket, null at the end.
+        by_hash: all indexed blocks by `hash`.
+        by_parent: all indexed blocks by parent, namespace and first token.
     """
 
-    indexed: jax.Array
+    num_tokens: jax.Array
     tokens: jax.Array
     parent: jax.Array
     namespace: jax.Array
     hash: jax.Array
     last_access: jax.Array
+    hits: jax.Array
+    cost: jax.Array
+    worth: jax.Array
+    priority: jax.Array
+    pin_until: jax.Array
     clock: jax.Array
-    bucket_head: jax.Array
-    bucket_next: jax.Array
+    by_hash: Buckets
+    by_parent: Buckets
 
     @property
     def block_size(self) -> int:
         """Tokens per block, B."""
         return self.tokens.shape[1]
 
+    @property
+    def indexed(self) -> jax.Array:
+        """`bool[P]`."""
+        return self.num_tokens > 0
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class BlockNames:
+    """What names a block in the index.
+
+    Attributes:
+        namespace: `int32[n]`.
+        parent: `int32[n]`.
+        tokens: `int32[n, B]`, 0 past `num_tokens`.
+        num_tokens: `int32[n]`, 1 to B.
+        hash: `uint32[n]`.
+    """
+
+    namespace: jax.Array
+    parent: jax.Array
+    tokens: jax.Array
+    num_tokens: jax.Array
+    hash: jax.Array
+
 
 def init_index(num_blocks: int, block_size: int) -> PrefixIndex:
     """An empty index over a pool of `num_blocks` blocks of `block_size` tokens."""
     if block_size < 1:
         raise ValueError(f"{block_size=} must be at least 1")
-    buckets = 1 << (2 * num_blocks - 1).bit_length()
+
+    # One array each: a buffer that stands twice in a state cannot be donated.
+    def zeros(dtype: jax.typing.DTypeLike = jnp.int32) -> jax.Array:
+        return jnp.zeros(num_blocks, dtype)
+
     return PrefixIndex(
-        indexed=jnp.zeros(num_blocks, bool),
+        num_tokens=zeros(),
         tokens=jnp.zeros((num_blocks, block_size), jnp.int32),
-        parent=jnp.zeros(num_blocks, jnp.int32),
-        namespace=jnp.zeros(num_blocks, jnp.int32),
-        hash=jnp.zeros(num_blocks, jnp.uint32),
-        last_access=jnp.zeros(num_blocks, jnp.int32),
+        parent=zeros(),
+        namespace=zeros(),
+        hash=zeros(jnp.uint32),
+        last_access=zeros(),
+        hits=zeros(),
+        cost=zeros(jnp.float32),
+        worth=zeros(jnp.float32),
+        priority=zeros(),
+        pin_until=zeros(),
         clock=jnp.int32(1),
-        bucket_head=jnp.full(buckets, NULL_BLOCK, jnp.int32),
-        bucket_next=jnp.full(num_blocks, NULL_BLOCK, jnp.int32),
+        by_hash=buckets.init_buckets(num_blocks),
+        by_parent=buckets.init_buckets(num_blocks),
     )
 
 
@@ -80,7 +127,7 @@ def match(
     num_blocks: jax.typing.ArrayLike,
     namespace: jax.typing.ArrayLike,
 ) -> tuple[jax.Array, jax.Array]:
-    """Find the longest indexed prefix of a token sequence; nothing is changed.
+    """Find the longest indexed prefix of full blocks of a token sequence; nothing is changed.
 
     Args:
         index: the index.
@@ -91,187 +138,198 @@ def match(
     Returns:
         `(block_ids int32[n], num_matched int32[])`; ids past `num_matched` are null.
     """
-    count = tokens.shape[0]
+    count, size = tokens.shape
     if count == 0:
         return jnp.zeros(0, jnp.int32), jnp.int32(0)
-    num_blocks = jnp.minimum(jnp.asarray(num_blocks, jnp.int32), count)
+    num_blocks = jnp.clip(jnp.asarray(num_blocks, jnp.int32), 0, count)
     namespace = jnp.asarray(namespace, jnp.int32)
     hashes = hashing.chain_hashes(tokens, namespace)
-    heads = index.bucket_head[hashing.bucket_of(hashes, index.bucket_head.shape[0])]
     position = jnp.arange(count, dtype=jnp.int32)
+    wanted = position < num_blocks
 
-    def wrong(block: jax.Array) -> jax.Array:
-        return (block != NULL_BLOCK) & (index.hash[block] != hashes)
-
-    named = jax.lax.while_loop(
-        lambda block: jnp.any(wrong(block)),
-        lambda block: jnp.where(wrong(block), index.bucket_next[block], block),
-        jnp.where(position < num_blocks, heads, NULL_BLOCK),
-    )
+    # Past the wanted ones everything is right, so that no list is walked for padding.
+    named = find_hash(index, hashes, ~wanted)
     before = jnp.concatenate([jnp.full(1, NULL_BLOCK, jnp.int32), named[:-1]])
-    hit = _is_block(index, named, namespace, before, tokens)
-    fast = jnp.sum(jnp.cumprod(hit.astype(jnp.int32)), dtype=jnp.int32)
+    names = BlockNames(
+        namespace=namespace,
+        parent=before,
+        tokens=tokens,
+        num_tokens=jnp.int32(size),
+        hash=hashes,
+    )
+    hit = is_named(index, named, names) & wanted
+    fast = jnp.min(jnp.where(hit, count, position))
 
     # The hash named a block that tokens or parent refuse: the right one may stand behind it.
     stuck = (fast < num_blocks) & (named[jnp.minimum(fast, count - 1)] != NULL_BLOCK)
 
-    def exact(_: Any) -> tuple[jax.Array, jax.Array]:
-        def step(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            i, parent, ids, _ = state
-            block = find_block(index, heads[i], namespace, parent, tokens[i])
-            found = block != NULL_BLOCK
-            return i + found.astype(jnp.int32), block, ids.at[i].set(block), found
+    def step(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        i, ids, searching = state
+        at = jnp.minimum(i, count - 1)
+        parent = jnp.where(i > 0, ids[jnp.maximum(at - 1, 0)], NULL_BLOCK)
+        name = BlockNames(
+            namespace=namespace,
+            parent=parent,
+            tokens=tokens[at],
+            num_tokens=jnp.int32(size),
+            hash=hashes[at],
+        )
+        block = find_named(index, name)
+        searching &= i < num_blocks
+        found = searching & (block != NULL_BLOCK)
+        ids = ids.at[jnp.where(searching, i, count)].set(block, mode="drop")
+        return i + found.astype(jnp.int32), ids, found
 
-        parent = jnp.where(fast > 0, named[jnp.maximum(fast - 1, 0)], NULL_BLOCK)
-        state = (fast, parent, named, jnp.bool_(True))
-        i, _, ids, _ = jax.lax.while_loop(lambda s: s[3] & (s[0] < num_blocks), step, state)
-        return ids, i
-
-    ids, matched = jax.lax.cond(stuck, exact, lambda _: (named, fast), None)
+    matched, ids, _ = jax.lax.while_loop(
+        lambda state: any_lane(state[2] & (state[0] < num_blocks)), step, (fast, named, stuck)
+    )
     return jnp.where(position < matched, ids, NULL_BLOCK), matched
 
 
-def find_block(
-    index: PrefixIndex,
-    head: jax.Array,
-    namespace: jax.Array,
-    parent: jax.Array,
-    tokens: jax.Array,
-) -> jax.Array:
-    """The indexed block `int32[]` with this namespace, parent and tokens in the bucket that
-    starts at `head`, or the null block."""
-
-    def other(block: jax.Array) -> jax.Array:
-        return (block != NULL_BLOCK) & ~_is_block(index, block, namespace, parent, tokens)
-
-    return jax.lax.while_loop(other, lambda block: index.bucket_next[block], head)
+def find_hash(index: PrefixIndex, hashes: jax.Array, skip: jax.Array) -> jax.Array:
+    """A block `int32[n]` of each hash `uint32[n]`, null where none has it or `skip: bool[n]`."""
+    found = buckets.find(index.by_hash, hashes, lambda b: skip | (index.hash[b] == hashes))
+    return jnp.where(skip, NULL_BLOCK, found)
 
 
-def insert_block(
-    index: PrefixIndex,
-    block: jax.Array,
-    *,
-    block_hash: jax.Array,
-    namespace: jax.Array,
-    parent: jax.Array,
-    tokens: jax.Array,
-    last_access: jax.Array,
-) -> PrefixIndex:
-    """Index one block; a block outside `[0, P)` is dropped, so that a caller can mask it."""
-
-    def put(array: jax.Array, value: jax.Array) -> jax.Array:
-        return array.at[block].set(value, mode="drop")
-
-    bucket = hashing.bucket_of(block_hash, index.bucket_head.shape[0])
-    live = block < index.indexed.shape[0]
-    masked = jnp.where(live, bucket, index.bucket_head.shape[0])
-    return replace(
-        index,
-        indexed=put(index.indexed, jnp.bool_(True)),
-        tokens=put(index.tokens, tokens),
-        parent=put(index.parent, parent),
-        namespace=put(index.namespace, namespace),
-        hash=put(index.hash, block_hash),
-        last_access=put(index.last_access, last_access),
-        bucket_next=put(index.bucket_next, index.bucket_head[bucket]),
-        bucket_head=index.bucket_head.at[masked].set(block, mode="drop"),
-    )
+def find_named(index: PrefixIndex, name: BlockNames) -> jax.Array:
+    """The block `int32[...]` with exactly this name, or the null block."""
+    return buckets.find(index.by_hash, name.hash, lambda block: is_named(index, block, name))
 
 
-def touch(index: PrefixIndex, block_ids: jax.Array) -> PrefixIndex:
-    """Mark a path as used now.
-
-    Args:
-        index: the index.
-        block_ids: `int32[n]` from the root down; null and unindexed blocks are passed over.
-    """
-    count = block_ids.shape[0]
-    used = (block_ids != NULL_BLOCK) & index.indexed[block_ids]
-    target = jnp.where(used, block_ids, index.indexed.shape[0])
-    when = index.clock + count - 1 - jnp.arange(count, dtype=jnp.int32)
-    return replace(
-        index,
-        last_access=index.last_access.at[target].set(when, mode="drop"),
-        clock=index.clock + count,
-    )
-
-
-def evict(
-    index: PrefixIndex, evictable: jax.Array, count: jax.typing.ArrayLike
-) -> tuple[PrefixIndex, jax.Array]:
-    """Take the `count` least recently used evictable blocks out of the index, leaves first.
-
-    Args:
-        index: the index.
-        evictable: `bool[P]`; with a block, all its descendants must be evictable (a block in
-            use keeps its ancestors in use).
-        count: `int32[]`; all evictable blocks go when there are fewer.
-
-    Returns:
-        `(index, victims bool[P])`.
-    """
-    evictable &= index.indexed
-    count = jnp.minimum(jnp.asarray(count, jnp.int32), jnp.sum(evictable, dtype=jnp.int32))
-
-    # Bisection for the smallest time up to which `count` blocks lie: access times are unique,
-    # and 31 passes over the pool are cheaper than a sort of it.
-    def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds
-        middle = low + (high - low) // 2
-        enough = jnp.sum(evictable & (index.last_access <= middle), dtype=jnp.int32) >= count
-        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
-
-    _, newest = jax.lax.fori_loop(0, 31, halve, (jnp.int32(0), index.clock))
-    victims = evictable & (index.last_access <= newest) & (count > 0)
-    return _unlink(index, victims), victims
-
-
-def _unlink(index: PrefixIndex, victims: jax.Array) -> PrefixIndex:
-    # Every list skips its victims at once; a run of victims takes as many rounds.
-    def skip(lists: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        heads, nexts = lists
-        return (
-            jnp.where(victims[heads], nexts[heads], heads),
-            jnp.where(victims[nexts], nexts[nexts], nexts),
-        )
-
-    def pending(lists: tuple[jax.Array, jax.Array]) -> jax.Array:
-        return jnp.any(victims[lists[0]]) | jnp.any(victims[lists[1]])
-
-    heads, nexts = jax.lax.while_loop(pending, skip, (index.bucket_head, index.bucket_next))
-    return replace(
-        index,
-        indexed=index.indexed & ~victims,
-        bucket_head=heads,
-        bucket_next=jnp.where(victims, NULL_BLOCK, nexts),
-    )
-
-
-def _is_block(
-    index: PrefixIndex,
-    block: jax.Array,
-    namespace: jax.Array,
-    parent: jax.Array,
-    tokens: jax.Array,
-) -> jax.Array:
+def is_named(index: PrefixIndex, block: jax.Array, name: BlockNames) -> jax.Array:
+    """Whether each block `int32[...]` is indexed by exactly this name."""
     return (
         (block != NULL_BLOCK)
-        & (index.namespace[block] == namespace)
-        & (index.parent[block] == parent)
-        & jnp.all(index.tokens[block] == tokens, axis=-1)
+        & (index.num_tokens[block] == name.num_tokens)
+        & (index.namespace[block] == name.namespace)
+        & (index.parent[block] == name.parent)
+        & jnp.all(index.tokens[block] == name.tokens, axis=-1)
     )
 
 
-def limit_clock(index: PrefixIndex) -> PrefixIndex:
-    """Replace access times by their ranks when the clock has run far; order is kept."""
-    return jax.lax.cond(index.clock >= _CLOCK_LIMIT, _rank_clock, lambda x: x, index)
+def longest_child(
+    index: PrefixIndex,
+    parent: jax.Array,
+    namespace: jax.typing.ArrayLike,
+    tokens: jax.Array,
+    limit: jax.Array,
+    *,
+    max_children: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The child of a block that shares most tokens with `tokens: int32[B]` from the start.
+
+    Args:
+        index: the index.
+        parent: `int32[]`; the null block stands for the root.
+        namespace: `int32[]`.
+        tokens: what to compare with.
+        limit: `int32[]` tokens that count.
+        max_children: how many of those in the list to look at, the newest; None means all.
+
+    Returns:
+        `(child int32[], num_shared int32[])`; the null block and 0 if none shares any.
+    """
+    namespace = jnp.asarray(namespace, jnp.int32)
+    place = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    most = jnp.iinfo(jnp.int32).max if max_children is None else max_children
+
+    def shared(block: jax.Array) -> jax.Array:
+        same = (index.tokens[block] == tokens) & (place < index.num_tokens[block])
+        length = jnp.min(jnp.where(same, tokens.shape[0], place))
+        ours = (index.parent[block] == parent) & (index.namespace[block] == namespace)
+        return jnp.where(ours & (block != NULL_BLOCK), jnp.minimum(length, limit), 0)
+
+    def step(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        block, best, length, seen = state
+        here = shared(block)
+        best = jnp.where(here > length, block, best)
+        return index.by_parent.next[block], best, jnp.maximum(here, length), seen + 1
+
+    head = buckets.first_block(
+        index.by_parent, hashing.child_key(jnp.asarray(parent), namespace, tokens[0])
+    )
+    none, zero = jnp.int32(NULL_BLOCK), jnp.int32(0)
+    _, best, length, _ = jax.lax.while_loop(
+        lambda s: any_lane((s[0] != NULL_BLOCK) & (s[2] < limit) & (s[3] < most)),
+        step,
+        (jnp.where(limit > 0, head, NULL_BLOCK), none, zero, zero),
+    )
+    return best, length
 
 
-def _rank_clock(index: PrefixIndex) -> PrefixIndex:
-    order = jnp.argsort(jnp.where(index.indexed, index.last_access, 0))
-    rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0]))
+def insert_blocks(index: PrefixIndex, block_ids: jax.Array, names: BlockNames) -> PrefixIndex:
+    """Index distinct blocks `int32[n]` under new names; null blocks are padding."""
+    num_blocks = index.num_tokens.shape[0]
+    live = block_ids != NULL_BLOCK
+    target = jnp.where(live, block_ids, num_blocks)
+    # The first is the newest: entries of one sequence stand in order, parents before children.
+    after = jnp.cumsum(live[::-1].astype(jnp.int32))[::-1] - 1
+    total = jnp.sum(live, dtype=jnp.int32)
+
+    def put(array: jax.Array, value: jax.typing.ArrayLike) -> jax.Array:
+        return array.at[target].set(jnp.asarray(value, array.dtype), mode="drop")
+
+    keys = hashing.child_key(names.parent, names.namespace, names.tokens[:, 0])
     return replace(
         index,
-        last_access=jnp.where(index.indexed, rank.astype(jnp.int32) + 1, 0),
-        clock=jnp.int32(order.shape[0] + 1),
+        num_tokens=put(index.num_tokens, names.num_tokens),
+        tokens=put(index.tokens, names.tokens),
+        parent=put(index.parent, names.parent),
+        namespace=put(index.namespace, names.namespace),
+        hash=put(index.hash, names.hash),
+        last_access=put(index.last_access, index.clock + after),
+        hits=put(index.hits, 0),
+        cost=put(index.cost, 0),
+        worth=put(index.worth, 0),
+        priority=put(index.priority, 0),
+        pin_until=put(index.pin_until, 0),
+        clock=index.clock + total,
+        by_hash=buckets.insert(index.by_hash, block_ids, names.hash),
+        by_parent=buckets.insert(index.by_parent, block_ids, keys),
     )
+
+
+def rename_blocks(index: PrefixIndex, block_ids: jax.Array, names: BlockNames) -> PrefixIndex:
+    """Give indexed blocks `int32[n]` more tokens under the same parent; null is padding."""
+    target = jnp.where(block_ids != NULL_BLOCK, block_ids, index.num_tokens.shape[0])
+    by_hash = buckets.remove(index.by_hash, block_ids, index.hash[block_ids])
+    return replace(
+        index,
+        num_tokens=index.num_tokens.at[target].set(names.num_tokens, mode="drop"),
+        tokens=index.tokens.at[target].set(names.tokens, mode="drop"),
+        hash=index.hash.at[target].set(names.hash, mode="drop"),
+        by_hash=buckets.insert(by_hash, block_ids, names.hash),
+    )
+
+
+def remove_blocks(index: PrefixIndex, block_ids: jax.Array) -> PrefixIndex:
+    """Take distinct indexed blocks `int32[n]` out; null blocks are padding."""
+    keys = hashing.child_key(
+        index.parent[block_ids], index.namespace[block_ids], index.tokens[block_ids, 0]
+    )
+    target = jnp.where(block_ids != NULL_BLOCK, block_ids, index.num_tokens.shape[0])
+    return replace(
+        index,
+        num_tokens=index.num_tokens.at[target].set(0, mode="drop"),
+        by_hash=buckets.remove(index.by_hash, block_ids, index.hash[block_ids]),
+        by_parent=buckets.remove(index.by_parent, block_ids, keys),
+    )
+
+
+def limit_clock(index: PrefixIndex, enabled: jax.typing.ArrayLike = True) -> PrefixIndex:
+    """Replace access times by their ranks when the clock has run far; order is kept."""
+    far = jnp.asarray(enabled) & (index.clock >= _CLOCK_LIMIT)
+
+    def rank(_: jax.Array) -> tuple[jax.Array, jax.Array]:
+        order = jnp.argsort(jnp.where(index.indexed, index.last_access, 0))
+        ranks = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0]))
+        times = jnp.where(index.indexed, ranks.astype(jnp.int32) + 1, 0)
+        return jnp.where(far, times, index.last_access), jnp.where(
+            far, order.shape[0] + 1, index.clock
+        )
+
+    times, clock = jax.lax.cond(
+        any_lane(far), rank, lambda _: (index.last_access, index.clock), index.clock
+    )
+    return replace(index, last_access=times, clock=clock)

@@ -152,5 +152,18 @@ def decref(
     )
 
 
+def give_back(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
+    """Push blocks `int32[n]` without references on the free stack; null ones, last, are padding."""
+    live = block_ids != NULL_BLOCK
+    place = pool.num_free + jnp.arange(block_ids.shape[0], dtype=jnp.int32)
+    return replace(
+        pool,
+        free_stack=pool.free_stack.at[jnp.where(live, place, pool.num_blocks)].set(
+            block_ids, mode="drop"
+        ),
+        num_free=pool.num_free + jnp.sum(live, dtype=jnp.int32),
+    )
+
+
 def _inside(block_ids: jax.Array, num_blocks: int) -> jax.Array:
     return (block_ids > NULL_BLOCK) & (block_ids < num_blocks)

@@ -176,8 +176,8 @@ class Engine:
                 if request.seat is None:
                     self._runner.release_seat(seat)
                 raise
-            request.num_published = cached
-            request.num_computed = cached * self.config.block_size
+            request.num_published = cached // self.config.block_size
+            request.num_computed = cached
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = request.num_computed
                 self._count["prompt_tokens"] += request.num_prompt_tokens
@@ -191,14 +191,16 @@ class Engine:
             return []
         prefilling = [request.needs_prefill for request, _ in work]
         next_tokens = self._runner.packed(work)
-        advanced = []
+        advanced, tails = [], []
         for (request, count), token, prefill in zip(work, next_tokens, prefilling, strict=True):
             request.num_computed += count
             self._count["prefilled_tokens"] += count if prefill else 0
             if request.num_computed == request.num_tokens:
                 self._take_tokens(request, [int(token)])
                 advanced.append(request)
-        self._publish([request for request, _ in work])
+                if prefill or request.finish_reason is not None:
+                    tails.append(request)
+        self._publish([request for request, _ in work], tails)
         return advanced
 
     def _decode(self) -> list[Request]:
@@ -219,7 +221,7 @@ class Engine:
             taken = self._take_tokens(request, tokens)
             # The newest token's keys and values are written by the step that follows it.
             request.num_computed += taken
-        self._publish(running)
+        self._publish(running, [r for r in running if r.finish_reason is not None])
         return running
 
     def _take_tokens(self, request: Request, tokens: Sequence[int]) -> int:
@@ -231,9 +233,10 @@ class Engine:
                 return taken
         return len(tokens)
 
-    def _publish(self, requests: Sequence[Request]) -> None:
+    def _publish(self, requests: Sequence[Request], tails: Sequence[Request]) -> None:
+        """Share what has been computed; of `tails` the last, unfilled block as well."""
         if self.config.enable_prefix_caching:
-            self._runner.publish(requests)
+            self._runner.publish(requests, tails)
 
     def _num_steps(self, num_running: int) -> int:
         """Decode steps that fill one slice of time, so that nobody new waits much longer."""
@@ -262,6 +265,7 @@ class Engine:
 
     def _preempt(self, request: Request) -> None:
         # Its blocks stay cached, so that resuming finds what has not been evicted meanwhile.
+        self._publish([request], [request])
         self._runner.release(request)
         self._scheduler.leave(request)
         request.num_computed = request.num_published = 0
@@ -270,6 +274,8 @@ class Engine:
 
     def _retire(self, request: Request) -> None:
         if request.seat is not None:
+            if request.finish_reason == "cancelled":
+                self._publish([request], [request])
             self._runner.release(request)
             self._scheduler.leave(request)
         else:

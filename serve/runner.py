@@ -16,10 +16,18 @@ import numpy as np
 
 from .. import paged
 from ..models import Llama, LlamaConfig
-from ..pallas_kernels import cache_shape, init_kv_cache
+from ..pallas_kernels import NULL_BLOCK, cache_shape, copy_blocks, init_kv_cache
 from .config import EngineConfig
 from .program import Program
-from .programs import NUM_STOP_IDS, DecodeRows, ModelSteps, PackedRows, bucket_for, buckets
+from .programs import (
+    NUM_STOP_IDS,
+    DecodeRows,
+    KVCache,
+    ModelSteps,
+    PackedRows,
+    bucket_for,
+    buckets,
+)
 from .request import Request
 from .sampling import SamplingRows
 
@@ -85,8 +93,9 @@ class ModelRunner:
         )
         self._token_buckets = buckets(_SMALLEST_STEP, config.max_num_batched_tokens)
         self._row_buckets = buckets(1, config.max_num_seqs)
+        # Blocks that fill in one step, and one for each sequence that does not.
         self._max_filled = -(-config.max_num_batched_tokens // config.block_size) + (
-            config.max_num_seqs * -(-config.max_decode_steps // config.block_size)
+            config.max_num_seqs * (1 + -(-config.max_decode_steps // config.block_size))
         )
         num_blocks = self.layout.shape[0]
         self._kv_cache = init_kv_cache(
@@ -100,16 +109,20 @@ class ModelRunner:
         self._append = Program("append", grow, donate=(0, 1))
         self._publish = Program("publish", paged.publish, donate=(0, 1))
         self._release = Program("release", paged.release, donate=(0, 1))
+        self._copy = Program("copy", _copy_block, donate=(0,))
         self._stats = Program("stats", paged.stats, donate=())
 
     # ---- block manager ---------------------------------------------------------------------
 
     def admit(self, request: Request, seat: int) -> int | None:
-        """Give the request a table; returns the blocks found cached, or None if none fit."""
-        args = self._admit_args(seat, request.num_tokens, request.namespace)
-        args[1].reshape(-1)[: request.num_tokens] = request.tokens[: request.num_tokens]
+        """Give the request a table; returns the tokens found cached, or None if it does not fit."""
+        args = self._admit_args(seat, request)
         self._state, self._tables, admission = self._admit(1, self._state, self._tables, *args)
-        return int(admission.num_cached_blocks) if bool(admission.ok) else None
+        if not bool(admission.ok):
+            return None
+        if int(admission.copies.target) != NULL_BLOCK:
+            self._kv_cache = self._copy(1, self._kv_cache, admission.copies)
+        return int(admission.num_cached_tokens)
 
     def reserve(self, requests: Sequence[Request], more: int) -> bool:
         """Make room for up to `more` further tokens in each request's table, or in none's."""
@@ -121,21 +134,31 @@ class ModelRunner:
         self._state, self._tables, ok = self._append(1, self._state, self._tables, lens)
         return bool(ok)
 
-    def publish(self, requests: Sequence[Request]) -> None:
-        """Index every block of these requests that has filled since the last call."""
+    def publish(self, requests: Sequence[Request], tails: Sequence[Request] = ()) -> None:
+        """Index every block of these requests that has filled since the last call.
+
+        Of `tails`, the last block as well if it has tokens, so that others can go on from there.
+        """
         size = self._config.block_size
         entries = [
-            (request, column)
+            (request, column, size)
             for request in requests
             for column in range(request.num_published, request.num_computed // size)
         ]
+        entries += [
+            (request, *divmod(request.num_computed, size))
+            for request in tails
+            if request.num_computed % size
+        ]
+        # Those of one request side by side.
+        entries.sort(key=lambda entry: _seat(entry[0]))
         for first in range(0, len(entries), self._max_filled):
             part = entries[first : first + self._max_filled]
             filled = self._no_filled_blocks()
-            for i, (request, c) in enumerate(part):
+            for i, (request, c, count) in enumerate(part):
                 filled.seat[i], filled.column[i] = _seat(request), c
-                filled.namespace[i] = request.namespace
-                filled.tokens[i] = request.tokens[c * size : (c + 1) * size]
+                filled.num_tokens[i], filled.namespace[i] = count, request.namespace
+                filled.tokens[i, :count] = request.tokens[c * size : c * size + count]
             self._state, self._tables, _ = self._publish(
                 1, self._state, self._tables, filled, np.int32(len(part))
             )
@@ -212,7 +235,7 @@ class ModelRunner:
         seat, num = np.int32(0), np.int32(0)
         lens = np.zeros(self._config.max_num_seqs, np.int32)
         manager: list[tuple[Program, tuple[object, ...]]] = [
-            (self._admit, self._admit_args(0, 0, 0)),
+            (self._admit, self._admit_args(0)),
             (self._append, (lens,)),
             (self._publish, (self._no_filled_blocks(), num)),
             (self._release, (seat,)),
@@ -231,11 +254,12 @@ class ModelRunner:
                 for program, args in manager
             ),
             (self._stats.name, partial(self._stats.compile, 1, self._state)),
+            (self._copy.name, partial(self._copy.compile, 1, self._kv_cache, _no_copy())),
         ]
 
     def _all_programs(self) -> tuple[Program, ...]:
         manager = (self._admit, self._append, self._publish, self._release, self._stats)
-        return (self._steps.packed, self._steps.decode, *manager)
+        return (self._steps.packed, self._steps.decode, *manager, self._copy)
 
     def _compile_packed(self, size: int) -> None:
         rows, sampling = self._no_packed_rows(size), _sampling_rows([], self._num_rows(size))
@@ -254,18 +278,33 @@ class ModelRunner:
     def _num_rows(self, num_tokens: int) -> int:
         return min(num_tokens, self._config.max_num_seqs)
 
-    def _admit_args(self, seat: int, num_tokens: int, namespace: int) -> tuple:
+    def _admit_args(self, seat: int, request: Request | None = None) -> tuple:
         padded = np.zeros((self.layout.blocks_per_seq, self._config.block_size), np.int32)
+        num_tokens = namespace = 0
+        if request is not None:
+            num_tokens, namespace = request.num_tokens, request.namespace
+            padded.reshape(-1)[:num_tokens] = request.tokens[:num_tokens]
         return np.int32(seat), padded, np.int32(num_tokens), np.int32(namespace)
 
     def _no_filled_blocks(self) -> paged.FilledBlocks:
-        seat, column, namespace = np.zeros((3, self._max_filled), np.int32)
+        seat, column, num_tokens, namespace = np.zeros((4, self._max_filled), np.int32)
         tokens = np.zeros((self._max_filled, self._config.block_size), np.int32)
-        return paged.FilledBlocks(seat=seat, column=column, tokens=tokens, namespace=namespace)
+        return paged.FilledBlocks(
+            seat=seat, column=column, tokens=tokens, num_tokens=num_tokens, namespace=namespace
+        )
 
     def _no_packed_rows(self, num_tokens: int) -> PackedRows:
         seat, context_len, query_len = np.zeros((3, self._num_rows(num_tokens)), np.int32)
         return PackedRows(seat=seat, context_len=context_len, query_len=query_len)
+
+
+def _copy_block(kv_cache: KVCache, copies: paged.BlockCopies) -> KVCache:
+    source, target = copies.source[None], copies.target[None]
+    return tuple(copy_blocks(layer, source, target) for layer in kv_cache)
+
+
+def _no_copy() -> paged.BlockCopies:
+    return paged.BlockCopies(source=jnp.int32(NULL_BLOCK), target=jnp.int32(NULL_BLOCK))
 
 
 def _no_decode_rows(num_rows: int) -> DecodeRows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +19,9 @@ from octavo import paged
 jitted = SimpleNamespace(
     **{
         name: jax.jit(getattr(paged, name))
-        for name in ("admit", "publish", "release", "reserve", "stats", "match")
-    }
+        for name in ("admit", "append", "publish", "release", "stats", "match")
+    },
+    reserve=jax.jit(paged.reserve, static_argnums=2),
 )
 
 
@@ -43,6 +45,7 @@ def publish(state, tables, seat: int, tokens, namespace: int = 0):
         seat=np.full(columns, seat, np.int32),
         column=np.arange(columns, dtype=np.int32),
         tokens=padded,
+        num_tokens=np.full(columns, size, np.int32),
         namespace=np.full(columns, namespace, np.int32),
     )
     state, tables, ok = jitted.publish(state, tables, filled, full)
@@ -56,7 +59,7 @@ def cache_prompt(state, tables, tokens, namespace: int = 0, seat: int = 0):
     state, tables = publish(state, tables, seat, tokens, namespace)
     state, tables, ok = jitted.release(state, tables, seat)
     assert ok
-    return state, tables, int(got.num_cached_blocks)
+    return state, tables, int(got.num_cached_tokens)
 
 
 def counts(state) -> tuple[int, int, int]:
@@ -70,22 +73,22 @@ def test_the_last_token_is_always_computed() -> None:
     state, tables, _ = cache_prompt(state, tables, prompt)
     _, _, same = admit(state, tables, 0, prompt)
     _, _, longer = admit(state, tables, 0, [*prompt, 9])
-    assert (int(same.num_cached_blocks), int(longer.num_cached_blocks)) == (1, 2)
+    assert (int(same.num_cached_tokens), int(longer.num_cached_tokens)) == (7, 8)
 
 
 def test_a_namespace_sees_nothing_of_another() -> None:
     state, tables = story(16)
     state, tables, _ = cache_prompt(state, tables, list(range(9)), namespace=1)
-    for namespace, cached in ((0, 0), (1, 2), (2, 0)):
+    for namespace, cached in ((0, 0), (1, 8), (2, 0)):
         _, _, got = admit(state, tables, 0, list(range(9)), namespace)
-        assert int(got.num_cached_blocks) == cached
+        assert int(got.num_cached_tokens) == cached
 
 
 def test_equal_tokens_under_another_parent_are_another_block() -> None:
     state, tables = story(16)
     state, tables, _ = cache_prompt(state, tables, [1, 1, 1, 1, 2, 2, 2, 2])
     _, _, got = admit(state, tables, 0, [9, 9, 9, 9, 2, 2, 2, 2, 0])
-    assert int(got.num_cached_blocks) == 0
+    assert int(got.num_cached_tokens) == 0
 
 
 def test_eviction_takes_the_tail_of_a_chain_first() -> None:
@@ -94,7 +97,7 @@ def test_eviction_takes_the_tail_of_a_chain_first() -> None:
     state, tables, _ = cache_prompt(state, tables, chain)
     assert counts(state) == (0, 3, 0)
     for kept in (2, 1, 0):
-        state, ok = jitted.reserve(state, int(state.pool.num_free) + 1)
+        state, ok = jitted.reserve(state, int(state.pool.num_free) + 1, 1)
         assert ok
         paged.check_invariants(state, tables)
         blocks = jnp.asarray(chain, jnp.int32).reshape(3, 4)
@@ -106,7 +109,7 @@ def test_a_full_pool_hits_itself() -> None:
     prompt = list(range(12))
     state, tables, _ = cache_prompt(state, tables, prompt)
     state, tables, got = admit(state, tables, 1, prompt)
-    assert (bool(got.ok), int(got.num_cached_blocks)) == (True, 2)
+    assert (bool(got.ok), int(got.num_cached_tokens)) == (True, 11)
     paged.check_invariants(state, tables)
 
 
@@ -119,7 +122,7 @@ def test_short_prompts_do_not_evict_a_prefix_in_use() -> None:
         assert cached == 0
         if i % 10 == 0:
             state, tables, cached = cache_prompt(state, tables, [*prefix, i])
-            assert cached == 10
+            assert cached == 40
     paged.check_invariants(state, tables)
 
 
@@ -200,14 +203,11 @@ def test_the_access_clock_survives_its_limit() -> None:
     clock = jnp.int32((1 << 30) + 5)
     index = state.index
     late = jnp.where(index.indexed, index.last_access + (1 << 30), index.last_access)
-    state = paged.CacheState(
-        pool=state.pool,
-        index=type(index)(**{**vars(index), "clock": clock, "last_access": late}),
-    )
+    state = _index(state, clock=clock, last_access=late)
     state, tables, _ = cache_prompt(state, tables, [9, 9, 9, 9])
     assert int(state.index.clock) < 1000
     paged.check_invariants(state, tables)
-    state, ok = jitted.reserve(state, int(state.pool.num_free) + 1)
+    state, ok = jitted.reserve(state, int(state.pool.num_free) + 1, 1)
     assert ok
     assert int(jitted.match(state.index, jnp.full((1, 4), 9, jnp.int32), 1, 0)[1]) == 1
 
@@ -223,11 +223,12 @@ def test_operations_compose_under_scan_and_vmap() -> None:
             seat=jnp.zeros(4, jnp.int32),
             column=jnp.arange(4, dtype=jnp.int32),
             tokens=prompt,
+            num_tokens=jnp.full(4, 4, jnp.int32),
             namespace=jnp.zeros(4, jnp.int32),
         )
         state, tables, _ = paged.publish(state, tables, filled, 4)
         state, tables, _ = paged.release(state, tables, 0)
-        return (state, tables), got.num_cached_blocks
+        return (state, tables), got.num_cached_tokens
 
     scan = lambda prompts: jax.lax.scan(serve, (state, tables), prompts)  # noqa: E731
     orders = jnp.stack([prompts, prompts[::-1]])
@@ -268,26 +269,34 @@ def test_forgotten_namespaces_never_share_an_id() -> None:
 
 BREAKS = {
     "references": lambda s, t: (_pool(s, ref_count=s.pool.ref_count.at[1].add(1)), t),
-    "null": lambda s, t: (_index(s, indexed=s.index.indexed.at[0].set(True)), t),
+    "null": lambda s, t: (_index(s, num_tokens=s.index.num_tokens.at[0].set(4)), t),
     "twice on the free stack": lambda s, t: (
         _pool(s, free_stack=s.pool.free_stack.at[0].set(s.pool.free_stack[1])),
         t,
     ),
     "states": lambda s, t: (_pool(s, num_free=s.pool.num_free - 1), t),
-    "orphans": lambda s, t: (_index(s, indexed=s.index.indexed.at[1].set(False)), t),
-    "bucket": lambda s, t: (_index(s, bucket_next=s.index.bucket_next.at[1].set(1)), t),
+    "orphans": lambda s, t: (_index(s, num_tokens=s.index.num_tokens.at[1].set(0)), t),
+    "bucket": lambda s, t: (
+        _index(s, by_hash=replace(s.index.by_hash, next=s.index.by_hash.next.at[1].set(1))),
+        t,
+    ),
+    "children": lambda s, t: (
+        _index(s, by_parent=replace(s.index.by_parent, head=s.index.by_parent.head * 0)),
+        t,
+    ),
+    "leaf first": lambda s, t: (_index(s, hits=s.index.hits.at[2].set(9)), t),
+    "pins": lambda s, t: (_index(s, pin_until=s.index.pin_until.at[1].set(9)), t),
     "hash": lambda s, t: (_index(s, tokens=s.index.tokens.at[2, 0].add(1)), t),
-    "tables": lambda s, t: (s, type(t)(block_ids=t.block_ids, num_blocks=t.num_blocks + 1)),
+    "tables": lambda s, t: (s, replace(t, num_blocks=t.num_blocks + 1)),
 }
 
 
 def _pool(state, **changes):
-    return type(state)(pool=type(state.pool)(**{**vars(state.pool), **changes}), index=state.index)
+    return replace(state, pool=replace(state.pool, **changes))
 
 
 def _index(state, **changes):
-    changed = type(state.index)(**{**vars(state.index), **changes})
-    return type(state)(pool=state.pool, index=changed)
+    return replace(state, index=replace(state.index, **changes))
 
 
 @pytest.mark.parametrize("name", BREAKS)
@@ -299,9 +308,9 @@ def test_the_checker_finds_a_broken_state(name: str) -> None:
         paged.check_invariants(*BREAKS[name](state, tables))
 
 
-@pytest.mark.parametrize("module", ["pool", "cache"])
+@pytest.mark.parametrize("module", ["pool", "cache", "sharing"])
 def test_the_worked_examples_run(module: str) -> None:
     target = importlib.import_module(f"octavo.paged.{module}")
-    names = {"init_tables": paged.init_tables, "jnp": jnp}
+    names = {name: getattr(paged, name) for name in paged.__all__} | {"jnp": jnp}
     result = doctest.testmod(target, extraglobs=names)
     assert result.attempted and not result.failed
