@@ -33,6 +33,7 @@ from .async_engine import AsyncEngine
 from .config import EngineConfig
 from .engine import Engine
 from .metrics import ServerMetrics
+from .replay_cli import replay
 from .sampling_params import InvalidRequest, SamplingParams
 
 ProgressFn = Callable[[int, int, str], None]
@@ -191,6 +192,9 @@ def generate(
         with _progress_bar() as progress:
             engine = _engine(model, config, progress)
         _print_stream(engine, _prompt_ids(engine.loaded, prompt, chat=chat), params)
+
+
+app.command()(replay)
 
 
 def _prompt_ids(loaded: LoadedModel, prompt: str, *, chat: bool) -> Sequence[int]:

@@ -1,0 +1,29 @@
+"""What-if replay: a request log through the block manager, under many policies and capacities.
+
+`read_trace` makes a `Trace` of a log, `replay_policies` says which blocks each request would have
+found, `make_report` turns that into figures beside those of the offline optimum.
+"""
+
+from .optimum import optimum_hits as optimum_hits
+from .optimum import unlimited_hits as unlimited_hits
+from .program import replay_policies as replay_policies
+from .reading import TraceError as TraceError
+from .reading import read_trace as read_trace
+from .report import ReplayResult as ReplayResult
+from .report import default_capacities as default_capacities
+from .report import make_report as make_report
+from .trace import Trace as Trace
+from .trace import TraceBuilder as TraceBuilder
+
+__all__ = [
+    "ReplayResult",
+    "Trace",
+    "TraceBuilder",
+    "TraceError",
+    "default_capacities",
+    "make_report",
+    "optimum_hits",
+    "read_trace",
+    "replay_policies",
+    "unlimited_hits",
+]
