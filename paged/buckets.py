@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from ..pallas_kernels import NULL_BLOCK
 from .hashing import bucket_of
-from .lanes import any_lane
+from .lanes import after, any_lane
 
 
 @jax.tree_util.register_dataclass
@@ -80,8 +80,9 @@ def insert(buckets: Buckets, block_ids: jax.Array, keys: jax.Array) -> Buckets:
     is_last = jnp.concatenate([new_list, edge])
     old_head = buckets.head[jnp.minimum(bucket, num_buckets - 1)]
     follower = jnp.where(is_last, old_head, jnp.roll(ids, -1))
+    front = after(jnp.where(is_first, bucket, num_buckets), old_head)
     return Buckets(
-        head=buckets.head.at[jnp.where(is_first, bucket, num_buckets)].set(ids, mode="drop"),
+        head=buckets.head.at[front].set(ids, mode="drop"),
         next=buckets.next.at[jnp.where(ids != NULL_BLOCK, ids, num_blocks)].set(
             follower, mode="drop"
         ),

@@ -44,7 +44,7 @@ from ..pallas_kernels import NULL_BLOCK
 from .eviction import select_victims, touch
 from .history import record_evictions
 from .index import longest_child, match, remove_blocks
-from .lanes import any_lane
+from .lanes import after, any_lane
 from .pool import allocate, give_back, incref
 from .state import CacheState, Counters, count_tokens
 from .tables import BlockTables, blocks_for
@@ -145,6 +145,8 @@ def admit(
         max_children=_MAX_CHILDREN,
     )
 
+    # Always true; but the look-up now comes before what `reserve` writes, or XLA copies the index.
+    valid &= child >= NULL_BLOCK
     state, ok = reserve(state, needed - matched, max_blocks, spare=cached, enabled=valid)
     shared = jnp.where(ok & (shared >= min_copied_tokens), shared, 0)
     child = jnp.where(shared > 0, child, NULL_BLOCK)
@@ -153,9 +155,10 @@ def admit(
     pool, fresh, _ = allocate(pool, jnp.where(ok, needed - matched, 0), max_blocks)
     resumed = jnp.asarray(resumed)
     # A child that made room for its own copy is no longer indexed and is passed over.
-    index = touch(
+    requests = state.policy.requests + (ok & ~resumed).astype(jnp.int32)
+    index, policy = touch(
         state.index,
-        state.policy,
+        replace(state.policy, requests=requests),
         jnp.concatenate([path, child[None]])[None],
         hit=~resumed,
         priority=jnp.where(ok, priority, 0),
@@ -181,7 +184,8 @@ def admit(
         num_cached_tokens=found,
         copies=BlockCopies(source=child, target=jnp.where(shared > 0, fresh[0], NULL_BLOCK)),
     )
-    return replace(state, pool=pool, index=index, counters=counters), tables, admission
+    state = replace(state, pool=pool, index=index, policy=policy, counters=counters)
+    return state, tables, admission
 
 
 def append(
@@ -261,12 +265,12 @@ def reserve(
         lambda _: (jnp.full(most, NULL_BLOCK, jnp.int32), jnp.bool_(False)),
         short,
     )
-    inflation = jnp.max(index.worth[victims], initial=0, where=victims != NULL_BLOCK)
+    # What is recorded is read before anything is written, or XLA copies it.
+    gone = after(victims, index.uses[victims], index.last_use[victims])
     state = replace(
         state,
-        pool=give_back(state.pool, victims),
-        index=remove_blocks(index, victims),
-        policy=replace(state.policy, inflation=jnp.maximum(state.policy.inflation, inflation)),
+        pool=give_back(state.pool, gone),
+        index=remove_blocks(index, gone),
         history=record_evictions(state.history, index, victims, state.now, state.owner),
     )
     return state, enabled & ((short <= 0) | enough)

@@ -13,30 +13,40 @@ import jax
 import jax.numpy as jnp
 
 from ..pallas_kernels import NULL_BLOCK
+from .history import History, recall
 from .index import PrefixIndex
-from .lanes import any_lane
+from .lanes import after, any_lane
 
 POLICIES = ("lru", "lfu", "slru", "cost")
+
+# Of the `cost` policy. Its results hardly depend on them: halved or doubled they move the saved
+# work by a percent or two.
+_FIRST_INTERVAL = 400.0
+_STEP = 0.01
+_HALF_LIFE = 16.0  # of a use, in intervals
+_LONGEST_INTERVAL = 1e6
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class EvictionPolicy:
-    """A policy as data, so that lanes of one `vmap` can differ in it.
+    """A policy as data, so that lanes of one `vmap` can differ in it, and what it has learned.
 
     Attributes:
         kind: `int32[]` position in `POLICIES`.
         slope: `float32[]` what one block of context adds to the cost of computing a block, in
             units of a first block's cost.
         protected: `int32[]` blocks that `slru` protects at most.
-        inflation: `float32[]` largest `worth` evicted so far: what is worth less was not used
-            since, so newer blocks start from here (greedy-dual).
+        interval: `float32[]` running median of the time from a block's first use to its second,
+            in requests.
+        requests: `int32[]` sequences admitted so far: the time of this policy.
     """
 
     kind: jax.Array
     slope: jax.Array
     protected: jax.Array
-    inflation: jax.Array
+    interval: jax.Array
+    requests: jax.Array
 
 
 def eviction_policy(name: str = "lru", *, slope: float = 0.0, protected: int = 0) -> EvictionPolicy:
@@ -46,8 +56,9 @@ def eviction_policy(name: str = "lru", *, slope: float = 0.0, protected: int = 0
     * `lfu`: least often hit first.
     * `slru`: of two segments; blocks that were hit, the `protected` most recent of them, stay
       longer than the others.
-    * `cost`: expected penalty of a miss first, a greedy-dual score: hits x cost of computing the
-      block again, aged.
+    * `cost`: least worth first. A block is worth (how often it was used, also before it was
+      evicted) x (square root of the cost of computing it), for as long as the time after which
+      blocks are typically used a second time; after that 1 / age of it.
 
     Raises:
         ValueError: the name is unknown, or a number is negative.
@@ -60,7 +71,8 @@ def eviction_policy(name: str = "lru", *, slope: float = 0.0, protected: int = 0
         kind=jnp.int32(POLICIES.index(name)),
         slope=jnp.float32(slope),
         protected=jnp.int32(protected),
-        inflation=jnp.float32(0),
+        interval=jnp.float32(_FIRST_INTERVAL),
+        requests=jnp.int32(0),
     )
 
 
@@ -71,7 +83,7 @@ def touch(
     *,
     hit: jax.typing.ArrayLike = False,
     priority: jax.typing.ArrayLike = 0,
-) -> PrefixIndex:
+) -> tuple[PrefixIndex, EvictionPolicy]:
     """Mark paths as used now.
 
     Args:
@@ -85,28 +97,70 @@ def touch(
     rows = paths.shape[0]
     used = (paths != NULL_BLOCK) & (index.num_tokens[paths] > 0)
     target = jnp.where(used, paths, num_blocks)
-    depth = jnp.sum(used, axis=1, dtype=jnp.int32)[:, None]
+    depth = (jnp.cumsum(used, axis=1) - 1).astype(jnp.float32)
     # Deepest first, a row after the other: a parent in several rows ends up newer than all.
     order = jnp.cumsum(used.reshape(-1)[::-1].astype(jnp.int32))[::-1].reshape(paths.shape) - 1
-    hit = jnp.broadcast_to(jnp.asarray(hit, jnp.int32), rows)[:, None]
+    hit = jnp.broadcast_to(jnp.broadcast_to(jnp.asarray(hit), rows)[:, None], paths.shape) & used
     priority = jnp.broadcast_to(jnp.asarray(priority, jnp.int32), rows)[:, None]
 
-    hits = index.hits.at[target].add(jnp.broadcast_to(hit, paths.shape), mode="drop")
-    # The deepest of a path costs most; its ancestors stay as long as it does.
-    deepest = 1 + policy.slope * jnp.maximum(depth - 1, 0).astype(jnp.float32)
-    cost = index.cost.at[target].max(jnp.broadcast_to(deepest, paths.shape), mode="drop")
-    worth = policy.inflation + (hits[paths] + 1).astype(jnp.float32) * cost[paths]
-    return replace(
+    # How often: a use counts half after some intervals without one.
+    age, uses = policy.requests - index.last_use[paths], index.uses[paths]
+    again = jnp.where(hit, _aged(uses, age, policy.interval) + 1, uses)
+    uses = jnp.where(used, again, 0)
+    value = jnp.where(used, (uses + 1) * jnp.sqrt(1 + policy.slope * depth), 0)
+    # What a block is worth its ancestors are, since it cannot stay without them.
+    before = jnp.where(used, index.worth[paths], 0)
+    value = jax.lax.cummax(jnp.maximum(value, before), axis=1, reverse=True)
+    policy = _learn(policy, age, hit & (index.uses[paths] == 0))
+
+    def shaped(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x, paths.shape)
+
+    index = replace(
         index,
-        hits=hits,
-        cost=cost,
-        worth=index.worth.at[target].max(worth, mode="drop"),
-        priority=index.priority.at[target].max(
-            jnp.broadcast_to(priority, paths.shape), mode="drop"
-        ),
+        hits=index.hits.at[target].add(hit.astype(jnp.int32), mode="drop"),
+        uses=index.uses.at[target].set(uses, mode="drop"),
+        worth=index.worth.at[target].max(value, mode="drop"),
+        last_use=index.last_use.at[after(target, age)].set(shaped(policy.requests), mode="drop"),
+        priority=index.priority.at[target].max(shaped(priority), mode="drop"),
         last_access=index.last_access.at[target].max(index.clock + order, mode="drop"),
         clock=index.clock + jnp.sum(used, dtype=jnp.int32),
     )
+    return index, policy
+
+
+def remember(
+    index: PrefixIndex, policy: EvictionPolicy, history: History, block_ids: jax.Array
+) -> tuple[PrefixIndex, EvictionPolicy]:
+    """Give blocks `int32[n]` that have just been indexed the uses they had before an eviction.
+
+    Null blocks are padding.
+    """
+    target = jnp.where(block_ids != NULL_BLOCK, block_ids, index.num_tokens.shape[0])
+    now = jnp.broadcast_to(policy.requests, block_ids.shape)
+    last_use = index.last_use.at[target].set(now, mode="drop")
+    if not history.hash.shape[0]:
+        uses = index.uses.at[target].set(0, mode="drop")
+        return replace(index, uses=uses, last_use=last_use), policy
+    place, back = recall(history, index.hash[block_ids])
+    back &= block_ids != NULL_BLOCK
+    age, before = policy.requests - history.last_use[place], history.uses[place]
+    uses = jnp.where(back, _aged(before, age, policy.interval) + 1, 0)
+    index = replace(index, uses=index.uses.at[target].set(uses, mode="drop"), last_use=last_use)
+    return index, _learn(policy, age, back & (before == 0))
+
+
+def _aged(uses: jax.Array, age: jax.Array, interval: jax.Array) -> jax.Array:
+    return uses * jnp.exp2(-age.astype(jnp.float32) / (_HALF_LIFE * interval))
+
+
+def _learn(policy: EvictionPolicy, age: jax.Array, second_use: jax.Array) -> EvictionPolicy:
+    """Move the median towards the ages `int32[...]` at which blocks were used a second time."""
+    side = jnp.sign(age.astype(jnp.float32) - policy.interval)
+    pull = jnp.sum(jnp.where(second_use, side, 0))
+    factor = jnp.exp(_STEP * jnp.sign(pull) * jnp.sqrt(jnp.abs(pull)))
+    interval = jnp.clip(policy.interval * factor, 1, _LONGEST_INTERVAL)
+    return replace(policy, interval=interval)
 
 
 def select_victims(
@@ -138,8 +192,10 @@ def _score(index: PrefixIndex, policy: EvictionPolicy) -> jax.Array:
     protected = hit & ~_smallest(
         (index.last_access,), hit, jnp.sum(hit, dtype=jnp.int32) - policy.protected
     )
+    age = jnp.maximum(policy.requests - index.last_use, 1).astype(jnp.float32)
+    worth = index.worth * jnp.minimum(1, policy.interval / age)
     # A float that is not negative orders as its bits do.
-    worth = jax.lax.bitcast_convert_type(index.worth, jnp.int32)
+    worth = jax.lax.bitcast_convert_type(worth, jnp.int32)
     zero = jnp.zeros_like(index.hits)
     scores = (zero, index.hits, protected.astype(jnp.int32), worth)
     return jax.lax.select_n(policy.kind, *scores)

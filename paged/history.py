@@ -1,4 +1,8 @@
-"""What was evicted lately, when and for whom: a ring of records, read by `explain`."""
+"""What has been evicted: how often it was used, and when and for whom it went.
+
+A table with one place for each hash, the newest eviction overwriting: it forgets and can be wrong
+about a block whose hash collides, so it may inform eviction and explanations and never a look-up.
+"""
 
 from __future__ import annotations
 
@@ -8,75 +12,74 @@ import jax
 import jax.numpy as jnp
 
 from ..pallas_kernels import NULL_BLOCK
+from .hashing import bucket_of
 from .index import PrefixIndex
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """The last R evictions.
+    """Evicted blocks, each at the place of its hash; R places, a power of two or none.
 
     Attributes:
-        hash: `uint32[R]` chain hash of the block, which covers its whole prefix.
-        tokens: `int32[R, B]`.
-        num_tokens: `int32[R]`; 0 for a record not yet written.
-        namespace: `int32[R]`.
-        time: `int32[R]` the caller's time.
+        hash: `uint32[R]` chain hash of the block, which covers namespace and whole prefix.
+        uses: `float32[R]` as in `PrefixIndex`; -1 where nothing is remembered.
+        last_use: `int32[R]` as in `PrefixIndex`.
+        time: `int32[R]` the caller's time of the eviction.
         owner: `int32[R]` for whom room was made.
-        next: `int32[]` where the next record goes.
     """
 
     hash: jax.Array
-    tokens: jax.Array
-    num_tokens: jax.Array
-    namespace: jax.Array
+    uses: jax.Array
+    last_use: jax.Array
     time: jax.Array
     owner: jax.Array
-    next: jax.Array
 
 
-def init_history(history_len: int, block_size: int) -> History:
-    """No evictions yet, room for `history_len` of them."""
+def init_history(history_len: int) -> History:
+    """A table of at least `history_len` places, none for 0."""
     if history_len < 0:
         raise ValueError(f"{history_len=} must not be negative")
-
-    def zeros(dtype: jax.typing.DTypeLike = jnp.int32) -> jax.Array:
-        return jnp.zeros(history_len, dtype)
-
+    places = 1 << (history_len - 1).bit_length() if history_len else 0
     return History(
-        hash=zeros(jnp.uint32),
-        tokens=jnp.zeros((history_len, block_size), jnp.int32),
-        num_tokens=zeros(),
-        namespace=zeros(),
-        time=zeros(),
-        owner=zeros(),
-        next=jnp.int32(0),
+        hash=jnp.zeros(places, jnp.uint32),
+        uses=jnp.full(places, -1, jnp.float32),
+        last_use=jnp.zeros(places, jnp.int32),
+        time=jnp.zeros(places, jnp.int32),
+        owner=jnp.zeros(places, jnp.int32),
     )
 
 
 def record_evictions(
     history: History, index: PrefixIndex, victims: jax.Array, time: jax.Array, owner: jax.Array
 ) -> History:
-    """Note that `victims: int32[n]`, null ones last, leave the index (as it was before)."""
-    length = history.hash.shape[0]
-    if not length:
+    """Note that `victims: int32[n]` leave the index (as it is before); null ones are padding."""
+    places = history.hash.shape[0]
+    if not places:
         return history
+    hashes = index.hash[victims]
     live = victims != NULL_BLOCK
-    total = jnp.sum(live, dtype=jnp.int32)
-    position = jnp.arange(victims.shape[0], dtype=jnp.int32)
-    # Of more victims than records only the last are kept.
-    kept = live & (position >= total - length)
-    target = jnp.where(kept, (history.next + position) % length, length)
+    place = bucket_of(hashes, places)
+    kept = history.hash.at[jnp.where(live, place, places)].set(hashes, mode="drop")
+    # Of two victims with one place one has been written: the rest of the record must be its.
+    target = jnp.where(live & (kept[place] == hashes), place, places)
 
     def put(array: jax.Array, value: jax.Array) -> jax.Array:
-        return array.at[target].set(value, mode="drop")
+        return array.at[target].set(jnp.broadcast_to(value, victims.shape), mode="drop")
 
     return History(
-        hash=put(history.hash, index.hash[victims]),
-        tokens=put(history.tokens, index.tokens[victims]),
-        num_tokens=put(history.num_tokens, index.num_tokens[victims]),
-        namespace=put(history.namespace, index.namespace[victims]),
-        time=put(history.time, jnp.broadcast_to(time, victims.shape)),
-        owner=put(history.owner, jnp.broadcast_to(owner, victims.shape)),
-        next=(history.next + total) % length,
+        hash=kept,
+        uses=put(history.uses, index.uses[victims]),
+        last_use=put(history.last_use, index.last_use[victims]),
+        time=put(history.time, time),
+        owner=put(history.owner, owner),
     )
+
+
+def recall(history: History, hashes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Places `int32[n]` in the history for hashes `uint32[n]`, and `bool[n]` if they are there."""
+    places = history.hash.shape[0]
+    if not places:
+        return jnp.zeros_like(hashes, jnp.int32), jnp.zeros_like(hashes, bool)
+    place = bucket_of(hashes, places)
+    return place, (history.hash[place] == hashes) & (history.uses[place] >= 0)

@@ -4,8 +4,8 @@ The index is a forest. A block's parent is the full block before it in its seque
 for a first one); a block that is not full has no children. (namespace, parent, tokens) names at
 most one block. Hashes nominate blocks, tokens and parent decide.
 
-`last_access` is unique per block. Along any path of blocks without references it, `hits`, `cost`,
-`worth`, `priority` and `pin_until` never grow from parent to child, because whoever uses a child
+`last_access` is unique per block. Along any path of blocks without references it, `hits`, `worth`,
+`last_use`, `priority` and `pin_until` never grow from parent to child, because whoever uses a child
 uses its ancestors: so every eviction order that grows with them takes leaves first.
 """
 
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from ..pallas_kernels import NULL_BLOCK
 from . import buckets, hashing
 from .buckets import Buckets
-from .lanes import any_lane
+from .lanes import after, any_lane
 
 # Past this access times are replaced by ranks, long before int32 would overflow.
 _CLOCK_LIMIT = 1 << 30
@@ -38,9 +38,10 @@ class PrefixIndex:
         hash: `uint32[P]`.
         last_access: `int32[P]`, unique among indexed blocks.
         hits: `int32[P]` times that a request found the block.
-        cost: `float32[P]` cost of computing the block again, or a descendant if that is more; in
-            units of a first block's.
-        worth: `float32[P]` greedy-dual priority when it was last used, see `eviction`.
+        uses: `float32[P]` how often the block was used again, evictions between included; older
+            uses count less.
+        last_use: `int32[P]` when that was last, in requests.
+        worth: `float32[P]` what keeping the block, and its descendants, was worth at best.
         priority: `int32[P]` highest retention priority of its users.
         pin_until: `int32[P]` time up to which the block must stay.
         clock: `int32[]`, larger than every `last_access`.
@@ -55,7 +56,8 @@ class PrefixIndex:
     hash: jax.Array
     last_access: jax.Array
     hits: jax.Array
-    cost: jax.Array
+    uses: jax.Array
+    last_use: jax.Array
     worth: jax.Array
     priority: jax.Array
     pin_until: jax.Array
@@ -111,7 +113,8 @@ def init_index(num_blocks: int, block_size: int) -> PrefixIndex:
         hash=zeros(jnp.uint32),
         last_access=zeros(),
         hits=zeros(),
-        cost=zeros(jnp.float32),
+        uses=zeros(jnp.float32),
+        last_use=zeros(),
         worth=zeros(jnp.float32),
         priority=zeros(),
         pin_until=zeros(),
@@ -258,63 +261,75 @@ def longest_child(
     return best, length
 
 
-def insert_blocks(index: PrefixIndex, block_ids: jax.Array, names: BlockNames) -> PrefixIndex:
-    """Index distinct blocks `int32[n]` under new names; null blocks are padding."""
+def change_blocks(
+    index: PrefixIndex,
+    names: BlockNames,
+    *,
+    added: jax.Array,
+    renamed: jax.Array,
+    removed: jax.Array,
+) -> PrefixIndex:
+    """Index blocks, give indexed ones more tokens under the same parent, and take others out.
+
+    Args:
+        index: the index.
+        names: of the blocks that are added or renamed; in order, parents before children.
+        added, renamed, removed: `int32[n]` distinct blocks, each in one of the three and null in
+            the others.
+    """
     num_blocks = index.num_tokens.shape[0]
-    live = block_ids != NULL_BLOCK
-    target = jnp.where(live, block_ids, num_blocks)
-    # The first is the newest: entries of one sequence stand in order, parents before children.
-    after = jnp.cumsum(live[::-1].astype(jnp.int32))[::-1] - 1
-    total = jnp.sum(live, dtype=jnp.int32)
+    old = jnp.where(renamed != NULL_BLOCK, renamed, removed)
+    old_hash, old_key = index.hash[old], _child_keys(index, removed)
+    new = jnp.where(added != NULL_BLOCK, added, renamed)
+    new_key = hashing.child_key(names.parent, names.namespace, names.tokens[:, 0])
+
+    def target(blocks: jax.Array) -> jax.Array:
+        return after(jnp.where(blocks != NULL_BLOCK, blocks, num_blocks), old_hash, old_key)
+
+    to_added, to_new = target(added), target(new)
+    # The first is the newest: parents are newer than their children.
+    live = (added != NULL_BLOCK).astype(jnp.int32)
+    later = jnp.cumsum(live[::-1])[::-1] - 1
 
     def put(array: jax.Array, value: jax.typing.ArrayLike) -> jax.Array:
-        return array.at[target].set(jnp.asarray(value, array.dtype), mode="drop")
+        return array.at[to_added].set(jnp.asarray(value, array.dtype), mode="drop")
 
-    keys = hashing.child_key(names.parent, names.namespace, names.tokens[:, 0])
+    num_tokens = index.num_tokens.at[target(removed)].set(0, mode="drop")
+    by_hash = buckets.remove(index.by_hash, old, old_hash)
+    by_parent = buckets.remove(index.by_parent, removed, old_key)
     return replace(
         index,
-        num_tokens=put(index.num_tokens, names.num_tokens),
-        tokens=put(index.tokens, names.tokens),
+        num_tokens=num_tokens.at[to_new].set(names.num_tokens, mode="drop"),
+        tokens=index.tokens.at[to_new].set(names.tokens, mode="drop"),
+        hash=index.hash.at[to_new].set(names.hash, mode="drop"),
         parent=put(index.parent, names.parent),
         namespace=put(index.namespace, names.namespace),
-        hash=put(index.hash, names.hash),
-        last_access=put(index.last_access, index.clock + after),
+        last_access=put(index.last_access, index.clock + later),
         hits=put(index.hits, 0),
-        cost=put(index.cost, 0),
         worth=put(index.worth, 0),
         priority=put(index.priority, 0),
         pin_until=put(index.pin_until, 0),
-        clock=index.clock + total,
-        by_hash=buckets.insert(index.by_hash, block_ids, names.hash),
-        by_parent=buckets.insert(index.by_parent, block_ids, keys),
-    )
-
-
-def rename_blocks(index: PrefixIndex, block_ids: jax.Array, names: BlockNames) -> PrefixIndex:
-    """Give indexed blocks `int32[n]` more tokens under the same parent; null is padding."""
-    target = jnp.where(block_ids != NULL_BLOCK, block_ids, index.num_tokens.shape[0])
-    by_hash = buckets.remove(index.by_hash, block_ids, index.hash[block_ids])
-    return replace(
-        index,
-        num_tokens=index.num_tokens.at[target].set(names.num_tokens, mode="drop"),
-        tokens=index.tokens.at[target].set(names.tokens, mode="drop"),
-        hash=index.hash.at[target].set(names.hash, mode="drop"),
-        by_hash=buckets.insert(by_hash, block_ids, names.hash),
+        clock=index.clock + jnp.sum(live, dtype=jnp.int32),
+        by_hash=buckets.insert(by_hash, new, names.hash),
+        by_parent=buckets.insert(by_parent, added, new_key),
     )
 
 
 def remove_blocks(index: PrefixIndex, block_ids: jax.Array) -> PrefixIndex:
     """Take distinct indexed blocks `int32[n]` out; null blocks are padding."""
-    keys = hashing.child_key(
-        index.parent[block_ids], index.namespace[block_ids], index.tokens[block_ids, 0]
-    )
+    hashes, keys = index.hash[block_ids], _child_keys(index, block_ids)
     target = jnp.where(block_ids != NULL_BLOCK, block_ids, index.num_tokens.shape[0])
     return replace(
         index,
         num_tokens=index.num_tokens.at[target].set(0, mode="drop"),
-        by_hash=buckets.remove(index.by_hash, block_ids, index.hash[block_ids]),
+        by_hash=buckets.remove(index.by_hash, block_ids, hashes),
         by_parent=buckets.remove(index.by_parent, block_ids, keys),
     )
+
+
+def _child_keys(index: PrefixIndex, block_ids: jax.Array) -> jax.Array:
+    parent, namespace = index.parent[block_ids], index.namespace[block_ids]
+    return hashing.child_key(parent, namespace, index.tokens[block_ids, 0])
 
 
 def limit_clock(index: PrefixIndex, enabled: jax.typing.ArrayLike = True) -> PrefixIndex:

@@ -102,7 +102,7 @@ def _check_forest(refs: np.ndarray, index: PrefixIndex) -> None:
     if unheld.size:
         _fail("3 no orphans", f"block {unheld[0]} is referenced and its parent is not")
     idle = refs[parent] == 0
-    for name in ("priority", "hits", "cost", "worth", "last_access", "pin_until"):
+    for name in ("priority", "hits", "worth", "last_use", "last_access", "pin_until"):
         value = np.asarray(getattr(index, name))
         growing = child[idle & (value[child] > value[parent])]
         if growing.size:

@@ -24,3 +24,15 @@ def _any_lane_batched(
 ) -> tuple[jax.Array, bool]:
     del axis_size
     return (any_lane(jnp.any(flag, axis=0)) if in_batched[0] else flag), False
+
+
+def after(target: jax.Array, *reads: jax.Array) -> jax.Array:
+    """`target: int32[...]` itself, known only once `reads` are.
+
+    A scatter to places that do not depend on a gather from the same array may be ordered before it,
+    and then XLA copies the array. The number added is 0, which XLA does not see.
+    """
+    for read in reads:
+        lowest = jnp.min(read.astype(jnp.int32), initial=0)
+        target = target + jnp.minimum(lowest & 1, 0)
+    return target

@@ -10,15 +10,8 @@ import numpy as np
 
 from ..pallas_kernels import NULL_BLOCK
 from . import hashing
-from .index import (
-    BlockNames,
-    find_hash,
-    find_named,
-    insert_blocks,
-    is_named,
-    remove_blocks,
-    rename_blocks,
-)
+from .eviction import remember
+from .index import BlockNames, change_blocks, find_hash, find_named, is_named
 from .lanes import any_lane
 from .pool import decref, incref
 from .state import CacheState
@@ -86,22 +79,8 @@ def publish(
     ok = (count >= 0) & (count <= size) & jnp.all(~live | _is_valid(state, tables, entries, live))
     live &= ok
     names, twin, sure = _name(state, tables, entries, live)
-    state, tables = _index(state, tables, entries, names, twin, live & sure)
-
-    # A hash that names a wrong block, or the same block twice here: one after the other.
-    def one(
-        carry: tuple[jax.Array, CacheState, BlockTables],
-    ) -> tuple[jax.Array, CacheState, BlockTables]:
-        i, state, tables = carry
-        entry = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1), entries)
-        here = live[i][None] & ~sure
-        name, _, _ = _name(state, tables, entry, here)
-        state, tables = _index(state, tables, entry, name, find_named(state.index, name), here)
-        return i + 1, state, tables
-
-    _, state, tables = jax.lax.while_loop(
-        lambda carry: any_lane(~sure & (carry[0] < count)), one, (jnp.int32(0), state, tables)
-    )
+    names, twin = _name_one_by_one(state, tables, entries, live & ~sure, names, twin)
+    state, tables = _index(state, tables, entries, names, twin, live)
     return state, tables, ok
 
 
@@ -152,10 +131,10 @@ def _is_valid(
 def _name(
     state: CacheState, tables: BlockTables, entries: _Entries, live: jax.Array
 ) -> tuple[BlockNames, jax.Array, jax.Array]:
-    """Name entries, and find the indexed blocks `int32[n]` of the same names.
+    """Name entries, and find the blocks `int32[n]` that have these names already.
 
     The last result says whether all of that is sure: no hash named a block of another name, and no
-    two entries have one hash.
+    two entries have one hash or one block.
     """
     index = state.index
     own = _blocks(tables, entries.seat, entries.column)
@@ -175,10 +154,57 @@ def _name(
         num_tokens=entries.num_tokens,
         hash=hashes,
     )
-    wrong = (twin != NULL_BLOCK) & ~is_named(index, twin, names)
-    rank = jnp.sort(jnp.where(live, hashes, 0))
-    twice = jnp.any((rank[1:] == rank[:-1]) & (rank[1:] != 0)) | jnp.any(live & (hashes == 0))
-    return names, twin, ~(jnp.any(live & wrong) | twice)
+    wrong = live & (twin != NULL_BLOCK) & ~is_named(index, twin, names)
+    sure = ~(jnp.any(wrong) | _repeats(hashes.astype(jnp.int32), live) | _repeats(own, live))
+    return names, twin, sure
+
+
+def _repeats(values: jax.Array, live: jax.Array) -> jax.Array:
+    """Whether two live entries of `values: int32[n]` are equal, or one is 0."""
+    ranked = jnp.sort(jnp.where(live, values, 0))
+    twice = (ranked[1:] == ranked[:-1]) & (ranked[1:] != 0)
+    return jnp.any(twice) | jnp.any(live & (values == 0))
+
+
+def _name_one_by_one(
+    state: CacheState,
+    tables: BlockTables,
+    entries: _Entries,
+    live: jax.Array,
+    names: BlockNames,
+    twin: jax.Array,
+) -> tuple[BlockNames, jax.Array]:
+    """What `_name` could not be sure of: each live entry by exact look-up, earlier ones included.
+
+    Nothing but names and twins goes round the loop: a state would be copied by it.
+    """
+    size = live.shape[0]
+    own = _blocks(tables, entries.seat, entries.column)
+    follows = _follows(entries, live)
+    place = jnp.arange(size, dtype=jnp.int32)
+
+    def one(carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+        i, parents, twins = carry
+        before = jnp.maximum(i - 1, 0)
+        stays = jnp.where(twins[before] != NULL_BLOCK, twins[before], own[before])
+        parents = parents.at[i].set(jnp.where(follows[i] & live[i], stays, parents[i]))
+        name = jax.tree.map(lambda x: x[i], replace(names, parent=parents))
+        indexed = find_named(state.index, name)
+        same = live & (place < i) & (twins == NULL_BLOCK)
+        same &= (parents == name.parent) & (names.namespace == name.namespace)
+        same &= (names.num_tokens == name.num_tokens) & jnp.all(names.tokens == name.tokens, axis=1)
+        # The same block of another table counts as a twin under whatever name it came first.
+        same |= live & (place < i) & (own == own[i])
+        earlier = jnp.where(jnp.any(same), own[jnp.argmax(same)], NULL_BLOCK)
+        found = jnp.where(indexed != NULL_BLOCK, indexed, earlier)
+        return i + 1, parents, twins.at[i].set(jnp.where(live[i], found, twins[i]))
+
+    _, parents, twin = jax.lax.while_loop(
+        lambda carry: any_lane((carry[0] < size) & jnp.any(live)),
+        one,
+        (jnp.int32(0), names.parent, twin),
+    )
+    return replace(names, parent=parents), twin
 
 
 def _index(
@@ -189,24 +215,30 @@ def _index(
     twin: jax.Array,
     live: jax.Array,
 ) -> tuple[CacheState, BlockTables]:
-    """Index live entries of distinct names that have `twin: int32[n]` in the index, or null."""
-    index, pool = state.index, state.pool
+    """Index live entries whose names no block has, and fold full ones into their `twin`."""
+    index = state.index
     own = _blocks(tables, entries.seat, entries.column)
     known = index.num_tokens[own]
     more = live & (known < names.num_tokens)
-    alone = twin == NULL_BLOCK
-    fold = more & ~alone & (names.num_tokens == index.block_size)
+    alone = more & (twin == NULL_BLOCK)
+    fold = more & ~alone & (twin != own) & (names.num_tokens == index.block_size)
 
     def chosen(blocks: jax.Array, where: jax.Array) -> jax.Array:
         return jnp.where(where, blocks, NULL_BLOCK)
 
-    index = remove_blocks(index, chosen(own, fold & (known > 0)))
-    index = rename_blocks(index, chosen(own, more & alone & (known > 0)), names)
-    index = insert_blocks(index, chosen(own, more & alone & (known == 0)), names)
-    pool, _ = incref(pool, chosen(twin, fold))
+    added = chosen(own, alone & (known == 0))
+    index = change_blocks(
+        index,
+        names,
+        added=added,
+        renamed=chosen(own, alone & (known > 0)),
+        removed=chosen(own, fold & (known > 0)),
+    )
+    index, policy = remember(index, state.policy, state.history, added)
+    pool, _ = incref(state.pool, chosen(twin, fold))
     pool, _ = decref(pool, chosen(own, fold), index.indexed)
     row = jnp.where(fold, entries.seat, tables.block_ids.shape[0])
     tables = replace(
         tables, block_ids=tables.block_ids.at[row, entries.column].set(twin, mode="drop")
     )
-    return replace(state, pool=pool, index=index), tables
+    return replace(state, pool=pool, index=index, policy=policy), tables

@@ -157,7 +157,9 @@ def truncate(
     rows = jnp.where(enabled[:, None], tables.block_ids[row], NULL_BLOCK)
     dropped = jnp.arange(max_blocks, dtype=jnp.int32) >= kept[:, None]
     # The whole path, so that no block that goes outlives its parents.
-    index = touch(limit_clock(state.index, ok), state.policy, rows, priority=tables.priority[row])
+    index, policy = touch(
+        limit_clock(state.index, ok), state.policy, rows, priority=tables.priority[row]
+    )
     pool, _ = decref(state.pool, jnp.where(dropped, rows, NULL_BLOCK).reshape(-1), index.indexed)
     target = jnp.where(enabled, seats, num_seqs)
     tables = replace(
@@ -168,7 +170,7 @@ def truncate(
         num_blocks=tables.num_blocks.at[target].set(kept, mode="drop"),
         priority=tables.priority.at[jnp.where(kept > 0, num_seqs, target)].set(0, mode="drop"),
     )
-    return replace(state, pool=pool, index=index), tables, ok
+    return replace(state, pool=pool, index=index, policy=policy), tables, ok
 
 
 def release(

@@ -38,7 +38,7 @@ class CacheState:
         pool: references and free blocks.
         index: what is cached for reuse.
         policy: which cached blocks go first.
-        history: what was evicted lately.
+        history: what was evicted.
         counters: tokens looked up and found.
         pin_budget: `int32[]` blocks that may be pinned at once.
         now: `int32[]` the caller's time, in a unit of its choice, not negative; pins end by it.
@@ -61,7 +61,7 @@ def init_cache(
     *,
     policy: EvictionPolicy | None = None,
     pin_budget: int = 0,
-    history_len: int = 0,
+    history_len: int | None = None,
 ) -> CacheState:
     """An empty manager.
 
@@ -71,7 +71,7 @@ def init_cache(
         policy: of eviction; None means LRU.
         pin_budget: blocks that may be pinned at once. Leave room for the longest sequence, and no
             pins can keep it from being admitted once the others are released.
-        history_len: evictions remembered for `explain`.
+        history_len: evictions remembered, at least; None means four for each block.
 
     Raises:
         ValueError: a size is out of range.
@@ -82,7 +82,7 @@ def init_cache(
         pool=init_pool(num_blocks),
         index=init_index(num_blocks, block_size),
         policy=eviction_policy() if policy is None else policy,
-        history=init_history(history_len, block_size),
+        history=init_history(4 * num_blocks if history_len is None else history_len),
         counters=Counters(queries=jnp.zeros(2, jnp.uint32), hits=jnp.zeros(2, jnp.uint32)),
         pin_budget=jnp.int32(pin_budget),
         now=jnp.int32(0),
