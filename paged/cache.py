@@ -136,15 +136,17 @@ def admit(
     cached, matched = match(state.index, tokens, limit // block_size, namespace)
     parent = jnp.where(matched > 0, cached[jnp.maximum(matched - 1, 0)], NULL_BLOCK)
     rest = jnp.where(matched < needed, jnp.minimum(limit - matched * block_size, block_size), 0)
-    child, shared = longest_child(
-        state.index,
-        parent,
-        namespace,
-        tokens[jnp.minimum(matched, max_blocks - 1)],
-        rest,
-        max_children=_MAX_CHILDREN,
-    )
-
+    if block_size > 1:
+        child, shared = longest_child(
+            state.index,
+            parent,
+            namespace,
+            tokens[jnp.minimum(matched, max_blocks - 1)],
+            rest,
+            max_children=_MAX_CHILDREN,
+        )
+    else:
+        child = shared = jnp.int32(0)
     # Always true; but the look-up now comes before what `reserve` writes, or XLA copies the index.
     valid &= child >= NULL_BLOCK
     state, ok = reserve(state, needed - matched, max_blocks, spare=cached, enabled=valid)
@@ -266,7 +268,7 @@ def reserve(
         short,
     )
     # What is recorded is read before anything is written, or XLA copies it.
-    gone = after(victims, index.uses[victims], index.last_use[victims])
+    gone = after(victims, index.hash[victims], index.uses[victims], index.last_use[victims])
     state = replace(
         state,
         pool=give_back(state.pool, gone),

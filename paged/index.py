@@ -284,7 +284,8 @@ def change_blocks(
     new_key = hashing.child_key(names.parent, names.namespace, names.tokens[:, 0])
 
     def target(blocks: jax.Array) -> jax.Array:
-        return after(jnp.where(blocks != NULL_BLOCK, blocks, num_blocks), old_hash, old_key)
+        place = jnp.where(blocks != NULL_BLOCK, blocks, num_blocks)
+        return after(place, old_hash, old_key, index.clock)
 
     to_added, to_new = target(added), target(new)
     # The first is the newest: parents are newer than their children.
@@ -319,6 +320,8 @@ def remove_blocks(index: PrefixIndex, block_ids: jax.Array) -> PrefixIndex:
     """Take distinct indexed blocks `int32[n]` out; null blocks are padding."""
     hashes, keys = index.hash[block_ids], _child_keys(index, block_ids)
     target = jnp.where(block_ids != NULL_BLOCK, block_ids, index.num_tokens.shape[0])
+    # The clock is known once everything that was touched before has been read.
+    target = after(target, hashes, keys, index.clock)
     return replace(
         index,
         num_tokens=index.num_tokens.at[target].set(0, mode="drop"),
