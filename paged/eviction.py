@@ -26,6 +26,9 @@ _STEP = 0.01
 _HALF_LIFE = 16.0  # of a use, in intervals
 _LONGEST_INTERVAL = 1e6
 
+_MAX = int(jnp.iinfo(jnp.int32).max)
+_ROW = 32  # blocks of the pool whose smallest is looked at first
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
@@ -182,16 +185,34 @@ def select_victims(
     Returns:
         `int32[max_count]`, null past `count`.
     """
-    keys = (index.priority, _score(index, policy), index.last_access)
-    return _ids_of(_smallest(keys, evictable, count), max_count)
+    keys = [index.priority, _score(index, policy), index.last_access]
+    size = evictable.shape[0]
+    if 2 * max_count * _ROW > size:
+        return _ids_of(_smallest(keys, evictable, count), max_count, NULL_BLOCK)
+
+    # All victims lie in the `count` rows with the smallest minima: one in another row would come
+    # after all of these. So the pool is gone through once and the search is among few. A last row
+    # with nothing in it stands for those that are not chosen.
+    *keys, mask = (
+        jnp.pad(x, (0, _ROW + -size % _ROW)).reshape(-1, _ROW) for x in (*keys, evictable)
+    )
+    minima, tied = [], mask
+    for key in keys:
+        minima.append(jnp.min(key, axis=1, initial=_MAX, where=tied))
+        tied &= key == minima[-1][:, None]
+    rows = _ids_of(_smallest(minima, jnp.any(mask, axis=1), count), max_count, mask.shape[0] - 1)
+    few = [key[rows].reshape(-1) for key in keys]
+    places = _ids_of(_smallest(few, mask[rows].reshape(-1), count), max_count, -1)
+    ids = rows[places // _ROW] * _ROW + places % _ROW
+    return jnp.where(places >= 0, ids, NULL_BLOCK)
 
 
 def _score(index: PrefixIndex, policy: EvictionPolicy) -> jax.Array:
     """`int32[P]`, not negative."""
     hit = (index.hits > 0) & index.indexed
-    protected = hit & ~_smallest(
-        (index.last_access,), hit, jnp.sum(hit, dtype=jnp.int32) - policy.protected
-    )
+    excess = jnp.sum(hit, dtype=jnp.int32) - policy.protected
+    excess = jnp.where(policy.kind == POLICIES.index("slru"), excess, 0)
+    protected = hit & ~_smallest((index.last_access,), hit, excess)
     age = jnp.maximum(policy.requests - index.last_use, 1).astype(jnp.float32)
     worth = index.worth * jnp.minimum(1, policy.interval / age)
     # A float that is not negative orders as its bits do.
@@ -209,21 +230,20 @@ def _smallest(keys: Sequence[jax.Array], mask: jax.Array, count: jax.Array) -> j
     """
     chosen = jnp.zeros_like(mask)
     for key in keys:
-        # Where all keys are equal there is nothing to bisect.
-        low = jnp.min(jnp.where(mask, key, jnp.iinfo(jnp.int32).max))
-        high = jnp.max(jnp.where(mask, key, 0))
-        low = jnp.minimum(low, high)
         wanted = count - jnp.sum(chosen, dtype=jnp.int32)
+        # Where nothing is wanted, or all keys are equal, there is nothing to bisect.
+        high = jnp.max(key, initial=0, where=mask & (wanted > 0))
+        low = jnp.minimum(jnp.min(key, initial=_MAX, where=mask), high)
+        key = jnp.where(mask, key, _MAX)
 
         def halve(
             bounds: tuple[jax.Array, jax.Array],
             key: jax.Array = key,
-            mask: jax.Array = mask,
             wanted: jax.Array = wanted,
         ) -> tuple[jax.Array, jax.Array]:
             low, high = bounds
             middle = low + (high - low) // 2
-            enough = jnp.sum(mask & (key <= middle), dtype=jnp.int32) >= wanted
+            enough = jnp.sum(key <= middle, dtype=jnp.int32) >= wanted
             open_ = low < high
             return (
                 jnp.where(open_ & ~enough, middle + 1, low),
@@ -237,12 +257,12 @@ def _smallest(keys: Sequence[jax.Array], mask: jax.Array, count: jax.Array) -> j
     return chosen | (mask & (left > 0))
 
 
-def _ids_of(mask: jax.Array, max_count: int) -> jax.Array:
-    """Positions `int32[max_count]` where `mask: bool[P]` holds, null past them."""
+def _ids_of(mask: jax.Array, max_count: int, fill: int) -> jax.Array:
+    """Positions `int32[max_count]` where `mask: bool[n]` holds, `fill` past them."""
     place = running_count(mask) - 1
     ids = jnp.arange(mask.shape[0], dtype=jnp.int32)
     return (
-        jnp.full(max_count, NULL_BLOCK, jnp.int32)
+        jnp.full(max_count, fill, jnp.int32)
         .at[jnp.where(mask, place, max_count)]
         .set(ids, mode="drop")
     )

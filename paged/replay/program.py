@@ -4,7 +4,7 @@ Each lane is a block manager of its own, the engine's: a request is admitted, al
 published, and it is released before the next one comes. A symbol of the trace is a token of the
 manager, with one token per block. A whole prompt may be found, its last block too.
 
-Lanes whose pools round up to the same power of two are one `vmap`; a lane with fewer blocks than
+Lanes whose pools round up to the same power of four are one `vmap`; a lane with fewer blocks than
 its pool starts with the rest withheld. All groups are in one program, a `scan` over some hundred
 requests, which is run until the trace is over.
 """
@@ -70,7 +70,7 @@ def replay_policies(
     for lane, (_, capacity) in enumerate(lanes):
         if capacity < 1:
             raise ValueError(f"{capacity=} must be at least 1 block")
-        groups.setdefault(1 << capacity.bit_length(), []).append(lane)
+        groups.setdefault(_pool_size(capacity), []).append(lane)
     max_blocks = max(int(trace.num_blocks.max()), 1)
     states = tuple(
         _init_lanes(num_blocks, [_policy(*lanes[lane], slope) for lane in members], max_blocks)
@@ -93,6 +93,12 @@ def replay_policies(
         found[start:stop, order] = np.asarray(hits)[: stop - start]
         show(stop, trace.num_requests, "replaying")
     return {lane: found[:, i] for i, lane in enumerate(lanes)}
+
+
+def _pool_size(capacity: int) -> int:
+    """A power of four, so that few programs serve many capacities."""
+    bits = capacity.bit_length()
+    return 1 << (bits + bits % 2)
 
 
 def _policy(name: str, capacity: int, slope: float) -> tuple[EvictionPolicy, int]:
