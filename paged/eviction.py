@@ -185,7 +185,10 @@ def select_victims(
     Returns:
         `int32[max_count]`, null past `count`.
     """
-    keys = [index.priority, _score(index, policy), index.last_access]
+    # Kept as an array: fused into each use it would be computed anew there.
+    keep = jax.lax.optimization_barrier
+    score = keep(_score(index, policy))
+    keys = [index.priority, score, index.last_access]
     size = evictable.shape[0]
     if 2 * max_count * _ROW > size:
         return _ids_of(_smallest(keys, evictable, count), max_count, NULL_BLOCK)
@@ -198,10 +201,11 @@ def select_victims(
     )
     minima, tied = [], mask
     for key in keys:
-        minima.append(jnp.min(key, axis=1, initial=_MAX, where=tied))
+        minima.append(keep(jnp.min(key, axis=1, initial=_MAX, where=tied)))
         tied &= key == minima[-1][:, None]
     rows = _ids_of(_smallest(minima, jnp.any(mask, axis=1), count), max_count, mask.shape[0] - 1)
-    few = [key[rows].reshape(-1) for key in keys]
+    rows = keep(rows)
+    few = [keep(key[rows].reshape(-1)) for key in keys]
     places = _ids_of(_smallest(few, mask[rows].reshape(-1), count), max_count, -1)
     ids = rows[places // _ROW] * _ROW + places % _ROW
     return jnp.where(places >= 0, ids, NULL_BLOCK)
