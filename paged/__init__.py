@@ -4,6 +4,8 @@ See `octavo.paged.cache` for the operations and a worked example, `octavo.paged.
 search and parallel sampling.
 """
 
+from .advice import Advice as Advice
+from .advice import advise as advise
 from .batch import PagedBatch as PagedBatch
 from .batch import token_positions as token_positions
 from .batch import token_slots as token_slots
@@ -18,9 +20,12 @@ from .cache import stats as stats
 from .cache import unfilled_slots as unfilled_slots
 from .errors import InvariantViolation as InvariantViolation
 from .errors import OutOfBlocks as OutOfBlocks
+from .errors import PinBudgetExceeded as PinBudgetExceeded
 from .eviction import POLICIES as POLICIES
 from .eviction import EvictionPolicy as EvictionPolicy
 from .eviction import eviction_policy as eviction_policy
+from .explain import Explanation as Explanation
+from .explain import explain as explain
 from .index import PrefixIndex as PrefixIndex
 from .index import longest_child as longest_child
 from .index import match as match
@@ -55,6 +60,7 @@ __all__ = [
     "FOREVER",
     "POLICIES",
     "Admission",
+    "Advice",
     "BlockCopies",
     "BlockPool",
     "BlockTables",
@@ -62,21 +68,25 @@ __all__ = [
     "CacheStats",
     "Counters",
     "EvictionPolicy",
+    "Explanation",
     "FilledBlocks",
     "InvariantViolation",
     "NamespaceKey",
     "Namespaces",
     "OutOfBlocks",
     "PagedBatch",
+    "PinBudgetExceeded",
     "PrefixIndex",
     "acting",
     "admit",
+    "advise",
     "allocate",
     "append",
     "check_invariants",
     "copy_on_write",
     "decref",
     "eviction_policy",
+    "explain",
     "fork",
     "incref",
     "init_cache",

@@ -194,19 +194,18 @@ def select_victims(
         return _ids_of(_smallest(keys, evictable, count), max_count, NULL_BLOCK)
 
     # All victims lie in the `count` rows with the smallest minima: one in another row would come
-    # after all of these. So the pool is gone through once and the search is among few. A last row
-    # with nothing in it stands for those that are not chosen.
-    *keys, mask = (
-        jnp.pad(x, (0, _ROW + -size % _ROW)).reshape(-1, _ROW) for x in (*keys, evictable)
-    )
+    # after all of these. So the pool is gone through once and the search is among few.
+    *keys, mask = (jnp.pad(x, (0, -size % _ROW)).reshape(-1, _ROW) for x in (*keys, evictable))
     minima, tied = [], mask
     for key in keys:
         minima.append(keep(jnp.min(key, axis=1, initial=_MAX, where=tied)))
         tied &= key == minima[-1][:, None]
-    rows = _ids_of(_smallest(minima, jnp.any(mask, axis=1), count), max_count, mask.shape[0] - 1)
-    rows = keep(rows)
+    chosen = _smallest(minima, jnp.any(mask, axis=1), count)
+    rows = keep(_ids_of(chosen, max_count, 0))
+    is_row = jnp.arange(max_count, dtype=jnp.int32) < jnp.sum(chosen, dtype=jnp.int32)
     few = [keep(key[rows].reshape(-1)) for key in keys]
-    places = _ids_of(_smallest(few, mask[rows].reshape(-1), count), max_count, -1)
+    mask = (mask[rows] & is_row[:, None]).reshape(-1)
+    places = _ids_of(_smallest(few, mask, count), max_count, -1)
     ids = rows[places // _ROW] * _ROW + places % _ROW
     return jnp.where(places >= 0, ids, NULL_BLOCK)
 

@@ -4,7 +4,7 @@ Each lane is a block manager of its own, the engine's: a request is admitted, al
 published, and it is released before the next one comes. A symbol of the trace is a token of the
 manager, with one token per block. A whole prompt may be found, its last block too.
 
-Lanes whose pools round up to the same power of four are one `vmap`; a lane with fewer blocks than
+Lanes whose pools round up to the same size are one `vmap`; a lane with fewer blocks than
 its pool starts with the rest withheld. All groups are in one program, a `scan` over some hundred
 requests, which is run until the trace is over.
 """
@@ -96,9 +96,9 @@ def replay_policies(
 
 
 def _pool_size(capacity: int) -> int:
-    """A power of four, so that few programs serve many capacities."""
+    """A power of two; of four for small ones, so that few programs serve many capacities."""
     bits = capacity.bit_length()
-    return 1 << (bits + bits % 2)
+    return 1 << (bits if bits >= 15 else bits + bits % 2)
 
 
 def _policy(name: str, capacity: int, slope: float) -> tuple[EvictionPolicy, int]:
