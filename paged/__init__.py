@@ -30,6 +30,8 @@ from .index import PrefixIndex as PrefixIndex
 from .index import longest_child as longest_child
 from .index import match as match
 from .invariants import check_invariants as check_invariants
+from .manager import Admitted as Admitted
+from .manager import BlockManager as BlockManager
 from .namespace import NamespaceKey as NamespaceKey
 from .namespace import Namespaces as Namespaces
 from .pins import pin_namespace as pin_namespace
@@ -60,8 +62,10 @@ __all__ = [
     "FOREVER",
     "POLICIES",
     "Admission",
+    "Admitted",
     "Advice",
     "BlockCopies",
+    "BlockManager",
     "BlockPool",
     "BlockTables",
     "CacheState",

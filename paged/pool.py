@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from ..pallas_kernels import NULL_BLOCK
+from ..pallas_kernels.layout import debug_check
 
 
 @jax.tree_util.register_dataclass
@@ -105,6 +106,7 @@ def incref(pool: BlockPool, block_ids: jax.Array) -> tuple[BlockPool, jax.Array]
     """
     used = block_ids != NULL_BLOCK
     ok = jnp.all(~used | _inside(block_ids, pool.num_blocks))
+    debug_check(ok, "incref: a block id is out of range")
     target = jnp.where(used & ok, block_ids, pool.num_blocks)
     return replace(pool, ref_count=pool.ref_count.at[target].add(1, mode="drop")), ok
 
@@ -135,6 +137,7 @@ def decref(
     safe = jnp.where(used, ids, NULL_BLOCK)
     refs = pool.ref_count[safe]
     ok = jnp.all(inside | (block_ids == NULL_BLOCK)) & jnp.all(~used | (refs >= drops))
+    debug_check(ok, "decref: a block id is out of range, or a block is freed twice")
     target = jnp.where(ok, ids, num_blocks)
 
     free = ok & used & first & (refs == drops)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..pallas_kernels import NULL_BLOCK
+from ..pallas_kernels.layout import debug_check
 from . import hashing
 from .eviction import remember
 from .index import BlockNames, change_blocks, find_hash, find_named, is_named
@@ -77,6 +78,7 @@ def publish(
     live = jnp.arange(size, dtype=jnp.int32) < count
     entries = _entries(filled)
     ok = (count >= 0) & (count <= size) & jnp.all(~live | _is_valid(state, tables, entries, live))
+    debug_check(ok, "publish: an entry is not in its table, or its parent is not indexed")
     live &= ok
     names, twin, sure = _name(state, tables, entries, live)
     names, twin = _name_one_by_one(state, tables, entries, live & ~sure, names, twin)

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from ..pallas_kernels import NULL_BLOCK
+from ..pallas_kernels.layout import debug_check
 from .cache import BlockCopies, reserve
 from .eviction import touch
 from .index import limit_clock
@@ -60,6 +61,7 @@ def fork(
     used = _used(tables, source)
     free = (target >= 0) & (target < num_seqs) & ~_used(tables, target)
     ok = jnp.all(~enabled | (used & free)) & _distinct(target, enabled)
+    debug_check(ok, "fork: a seat is out of range, a source empty or a target not")
     enabled &= ok
     rows = jnp.where(enabled[:, None], tables.block_ids[_safe(tables, source)], NULL_BLOCK)
     pool, _ = incref(state.pool, rows.reshape(-1))
@@ -101,6 +103,7 @@ def copy_on_write(
     row, column = _safe(tables, seats), positions // block_size
     inside = _used(tables, seats) & (positions >= 0) & (column < tables.num_blocks[row])
     valid = jnp.all(~enabled | inside) & _distinct(seats, enabled)
+    debug_check(valid, "copy_on_write: a position has no block, or indexed blocks after it")
     here = enabled & inside
     own = jnp.where(here, tables.block_ids[row, jnp.where(here, column, 0)], NULL_BLOCK)
 
@@ -152,6 +155,7 @@ def truncate(
     row = _safe(tables, seats)
     valid = _used(tables, seats) & (num_tokens >= 0) & (kept <= tables.num_blocks[row])
     ok = jnp.all(~enabled | valid) & _distinct(seats, enabled)
+    debug_check(ok, "truncate: a seat is out of range, empty or shorter than what is kept")
     enabled &= ok
 
     rows = jnp.where(enabled[:, None], tables.block_ids[row], NULL_BLOCK)

@@ -91,6 +91,12 @@ compilation cache.
 """
 
 
+def debug_check(ok: jax.Array, message: str) -> None:
+    """In debug mode fail with `message` unless `ok: bool[]`; otherwise do nothing."""
+    if debug_checks.value:
+        checkify.check(ok, message)
+
+
 def debug_check_block_ids(block_ids: jax.Array, used: jax.Array, num_blocks: int) -> None:
     """In debug mode fail on a used id outside `[0, P)`; otherwise do nothing."""
     if not debug_checks.value:
