@@ -248,7 +248,8 @@ def reserve(
     """
     index = state.index
     enabled = jnp.asarray(enabled)
-    short = jnp.where(enabled, jnp.asarray(count, jnp.int32) - state.pool.num_free, 0)
+    count = jnp.maximum(jnp.asarray(count, jnp.int32), 0)
+    short = jnp.where(enabled, count - state.pool.num_free, 0)
     most = min(max_count, state.pool.num_blocks)
 
     # Only the victims come out of the branch: a state that passed through it would be copied.
@@ -310,7 +311,8 @@ def stats(state: CacheState) -> CacheStats:
 
 def namespace_use(state: CacheState, num_namespaces: int) -> jax.Array:
     """Indexed blocks `int32[num_namespaces]` of each namespace `[0, num_namespaces)`."""
-    target = jnp.where(state.index.indexed, state.index.namespace, num_namespaces)
+    known = state.index.indexed & (state.index.namespace >= 0)
+    target = jnp.where(known, state.index.namespace, num_namespaces)
     return jnp.zeros(num_namespaces, jnp.int32).at[target].add(1, mode="drop")
 
 

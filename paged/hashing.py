@@ -43,6 +43,14 @@ def extend_hashes(base: jax.Array, tokens: jax.Array, follows: jax.Array) -> jax
     return jax.lax.associative_scan(compose, (scale, offset))[1]
 
 
+def partial_hash(block_hash: jax.Array, num_missing: jax.Array) -> jax.Array:
+    """Hash `uint32[...]` of a block padded with `num_missing: int32[...]` tokens, 0 if it is full.
+
+    Without it a block that ends would have the hash of one that goes on with zeros.
+    """
+    return block_hash + _mix(num_missing.astype(jnp.uint32))
+
+
 def child_key(parent: jax.Array, namespace: jax.Array, first_token: jax.Array) -> jax.Array:
     """Key `uint32[...]` shared by the children of a block that begin with the same token."""
     key = _mix(namespace.astype(jnp.uint32) * jnp.uint32(_MULTIPLIER) + parent.astype(jnp.uint32))

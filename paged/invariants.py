@@ -11,7 +11,7 @@ import numpy as np
 from ..pallas_kernels import NULL_BLOCK
 from .buckets import Buckets
 from .errors import InvariantViolation
-from .hashing import bucket_of, child_key, extend_hash, root_hash
+from .hashing import bucket_of, child_key, extend_hash, partial_hash, root_hash
 from .index import PrefixIndex
 from .state import CacheState
 from .tables import BlockTables
@@ -144,9 +144,9 @@ def _check_buckets(index: PrefixIndex, buckets: Buckets, keys: np.ndarray) -> No
 def _check_hashes(index: PrefixIndex, hashes: np.ndarray) -> None:
     roots = np.asarray(root_hash(index.namespace))
     before = np.where(np.asarray(index.parent) == NULL_BLOCK, roots, hashes[index.parent])
-    wrong = np.asarray(index.indexed) & (
-        np.asarray(extend_hash(jnp.asarray(before), index.tokens)) != hashes
-    )
+    extended = extend_hash(jnp.asarray(before), jnp.asarray(index.tokens))
+    missing = jnp.asarray(index.block_size - index.num_tokens)
+    wrong = np.asarray(index.indexed) & (np.asarray(partial_hash(extended, missing)) != hashes)
     if wrong.any():
         block = np.flatnonzero(wrong)[0]
         _fail("4 buckets", f"the hash of block {block} is not its parent's extended")

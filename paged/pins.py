@@ -103,7 +103,7 @@ def _pin(
     until = jnp.asarray(until, jnp.int32)
     pinned = jnp.where(blocks, jnp.maximum(index.pin_until, until), index.pin_until)
     ok = jnp.sum(index.indexed & (pinned > state.now), dtype=jnp.int32) <= state.pin_budget
-    count = jnp.where(ok, jnp.sum(blocks, dtype=jnp.int32), 0)
+    count = jnp.where(ok, jnp.sum(blocks & (pinned > state.now), dtype=jnp.int32), 0)
     index = replace(index, pin_until=jnp.where(ok, pinned, index.pin_until))
     return replace(state, index=index), count, ok
 

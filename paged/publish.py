@@ -14,7 +14,7 @@ from . import hashing
 from .eviction import remember
 from .index import BlockNames, change_blocks, find_hash, find_named, is_named
 from .lanes import any_lane
-from .pool import decref, incref
+from .pool import BlockPool, give_back
 from .state import CacheState
 from .tables import BlockTables
 
@@ -78,6 +78,7 @@ def publish(
     live = jnp.arange(size, dtype=jnp.int32) < count
     entries = _entries(filled)
     ok = (count >= 0) & (count <= size) & jnp.all(~live | _is_valid(state, tables, entries, live))
+    ok &= _agree(_blocks(tables, entries.seat, entries.column), entries.num_tokens, live)
     debug_check(ok, "publish: an entry is not in its table, or its parent is not indexed")
     live &= ok
     names, twin, sure = _name(state, tables, entries, live)
@@ -110,9 +111,11 @@ def _blocks(tables: BlockTables, seat: jax.Array, column: jax.Array) -> jax.Arra
 
 
 def _follows(entries: _Entries, live: jax.Array) -> jax.Array:
-    """Whether each entry's parent is the entry before it."""
+    """Whether each entry's parent is the entry before it, which is full."""
     before = (jnp.roll(entries.seat, 1) == entries.seat) & jnp.roll(live, 1)
     before &= jnp.roll(entries.column, 1) == entries.column - 1
+    before &= jnp.roll(entries.namespace, 1) == entries.namespace
+    before &= jnp.roll(entries.num_tokens, 1) == entries.tokens.shape[1]
     return before & (jnp.arange(live.shape[0]) > 0)
 
 
@@ -122,12 +125,19 @@ def _is_valid(
     index = state.index
     own = _blocks(tables, entries.seat, entries.column)
     parent = _blocks(tables, entries.seat, entries.column - 1)
-    full_before = jnp.roll(entries.num_tokens, 1) == index.block_size
-    rooted = (entries.column == 0) | (_follows(entries, live) & full_before)
-    rooted |= (parent != NULL_BLOCK) & (index.num_tokens[parent] == index.block_size)
+    found = (parent != NULL_BLOCK) & (index.num_tokens[parent] == index.block_size)
+    found &= index.namespace[parent] == entries.namespace
+    rooted = (entries.column == 0) | _follows(entries, live) | found
     grows = (index.num_tokens[own] > 0) & (index.num_tokens[own] < entries.num_tokens)
     fits = (entries.num_tokens >= 1) & (entries.num_tokens <= index.block_size)
     return (own != NULL_BLOCK) & rooted & fits & ~(grows & (state.pool.ref_count[own] > 1))
+
+
+def _agree(blocks: jax.Array, num_tokens: jax.Array, live: jax.Array) -> jax.Array:
+    """Whether live entries `int32[n]` of one block, in tables that share it, are equally long."""
+    blocks, num_tokens = jax.lax.sort((jnp.where(live, blocks, NULL_BLOCK), num_tokens), num_keys=1)
+    same = (blocks[1:] == blocks[:-1]) & (blocks[1:] != NULL_BLOCK)
+    return ~jnp.any(same & (num_tokens[1:] != num_tokens[:-1]))
 
 
 def _name(
@@ -146,6 +156,7 @@ def _name(
     root = hashing.root_hash(entries.namespace)
     base = jnp.where(entries.column == 0, root, index.hash[parent])
     hashes = hashing.extend_hashes(base, entries.tokens, follows)
+    hashes = hashing.partial_hash(hashes, index.block_size - entries.num_tokens)
 
     twin = find_hash(index, hashes, ~live)
     stays = jnp.where(twin != NULL_BLOCK, twin, own)
@@ -187,18 +198,20 @@ def _name_one_by_one(
 
     def one(carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
         i, parents, twins = carry
-        before = jnp.maximum(i - 1, 0)
-        stays = jnp.where(twins[before] != NULL_BLOCK, twins[before], own[before])
-        parents = parents.at[i].set(jnp.where(follows[i] & live[i], stays, parents[i]))
+        stays = jnp.where(twins != NULL_BLOCK, twins, own)
+        parent = jnp.where(follows[i] & live[i], stays[jnp.maximum(i - 1, 0)], parents[i])
+        parents = parents.at[i].set(parent)
         name = jax.tree.map(lambda x: x[i], replace(names, parent=parents))
         indexed = find_named(state.index, name)
-        same = live & (place < i) & (twins == NULL_BLOCK)
-        same &= (parents == name.parent) & (names.namespace == name.namespace)
-        same &= (names.num_tokens == name.num_tokens) & jnp.all(names.tokens == name.tokens, axis=1)
-        # The same block of another table counts as a twin under whatever name it came first.
-        same |= live & (place < i) & (own == own[i])
-        earlier = jnp.where(jnp.any(same), own[jnp.argmax(same)], NULL_BLOCK)
-        found = jnp.where(indexed != NULL_BLOCK, indexed, earlier)
+        earlier = live & (place < i)
+        same = earlier & (twins == NULL_BLOCK) & (parents == parent)
+        same &= (names.namespace == name.namespace) & (names.num_tokens == name.num_tokens)
+        same &= jnp.all(names.tokens == name.tokens, axis=1)
+        # A block that stands in several tables goes with the first.
+        again = earlier & (own == own[i])
+        found = jnp.where(jnp.any(same), own[jnp.argmax(same)], NULL_BLOCK)
+        found = jnp.where(indexed != NULL_BLOCK, indexed, found)
+        found = jnp.where(jnp.any(again), stays[jnp.argmax(again)], found)
         return i + 1, parents, twins.at[i].set(jnp.where(live[i], found, twins[i]))
 
     _, parents, twin = jax.lax.while_loop(
@@ -224,6 +237,10 @@ def _index(
     more = live & (known < names.num_tokens)
     alone = more & (twin == NULL_BLOCK)
     fold = more & ~alone & (twin != own) & (names.num_tokens == index.block_size)
+    # Once for each block, whichever table it stands in.
+    folded = jnp.sort(jnp.where(fold, own, NULL_BLOCK), descending=True)
+    once = jnp.concatenate([jnp.ones(1, bool), folded[1:] != folded[:-1]])
+    folded = jnp.sort(jnp.where(once, folded, NULL_BLOCK), descending=True)
 
     def chosen(blocks: jax.Array, where: jax.Array) -> jax.Array:
         return jnp.where(where, blocks, NULL_BLOCK)
@@ -237,10 +254,34 @@ def _index(
         removed=chosen(own, fold & (known > 0)),
     )
     index, policy = remember(index, state.policy, state.history, added)
-    pool, _ = incref(state.pool, chosen(twin, fold))
-    pool, _ = decref(pool, chosen(own, fold), index.indexed)
-    row = jnp.where(fold, entries.seat, tables.block_ids.shape[0])
-    tables = replace(
-        tables, block_ids=tables.block_ids.at[row, entries.column].set(twin, mode="drop")
-    )
+    pool, tables = _fold(state.pool, tables, own, chosen(twin, fold), folded)
     return replace(state, pool=pool, index=index, policy=policy), tables
+
+
+def _fold(
+    pool: BlockPool, tables: BlockTables, own: jax.Array, twin: jax.Array, folded: jax.Array
+) -> tuple[BlockPool, BlockTables]:
+    """Let every table that holds one of `own: int32[n]` hold its `twin` instead, null for none.
+
+    All holders at once: what they share after it is found after the twin from now on. `folded` are
+    the blocks that become free, each once and null ones last.
+    """
+    fold = twin != NULL_BLOCK
+    at = jnp.where(fold, own, pool.num_blocks)
+    holders = pool.ref_count[own]
+    # A block that is folded through several tables counts once.
+    order = jnp.argsort(at)
+    first = jnp.concatenate([jnp.ones(1, bool), at[order][1:] != at[order][:-1]])
+    first = jnp.zeros_like(fold).at[order].set(first)
+    more = jnp.where(fold & first, holders, 0)
+
+    def renamed(block_ids: jax.Array) -> jax.Array:
+        names = jnp.arange(pool.num_blocks, dtype=jnp.int32).at[at].set(twin, mode="drop")
+        return names[block_ids]
+
+    block_ids = jax.lax.cond(
+        any_lane(jnp.any(fold)), renamed, lambda block_ids: block_ids, tables.block_ids
+    )
+    ref_count = pool.ref_count.at[jnp.where(fold, twin, pool.num_blocks)].add(more, mode="drop")
+    pool = replace(pool, ref_count=ref_count.at[at].set(0, mode="drop"))
+    return give_back(pool, folded), replace(tables, block_ids=block_ids)

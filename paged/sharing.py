@@ -102,6 +102,9 @@ def copy_on_write(
     block_size = state.index.block_size
     row, column = _safe(tables, seats), positions // block_size
     inside = _used(tables, seats) & (positions >= 0) & (column < tables.num_blocks[row])
+    # What is indexed after it is found by the tokens before, which are about to change.
+    after = jnp.arange(tables.block_ids.shape[1], dtype=jnp.int32) > column[:, None]
+    inside &= ~jnp.any(after & state.index.indexed[tables.block_ids[row]], axis=1)
     valid = jnp.all(~enabled | inside) & _distinct(seats, enabled)
     debug_check(valid, "copy_on_write: a position has no block, or indexed blocks after it")
     here = enabled & inside
