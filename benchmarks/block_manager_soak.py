@@ -335,7 +335,9 @@ def soak(operations: int, seed: int) -> dict[str, Any]:
         "device": f"{platform.machine()} {jax.devices()[0].device_kind}",
         "python": platform.python_version(),
         "jax": jax.__version__,
-        "commit": subprocess.run(commit, capture_output=True, text=True, check=False).stdout.strip(),
+        "commit": subprocess.run(
+            commit, capture_output=True, text=True, check=False
+        ).stdout.strip(),
     }
 
 

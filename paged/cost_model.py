@@ -93,7 +93,7 @@ class ModelShape:
         if dtype not in _BYTES_OF_DTYPE:
             raise ValueError(f"{dtype=} in config.json must be one of {', '.join(_BYTES_OF_DTYPE)}")
         width, heads = size("hidden_size"), size("num_attention_heads")
-        return cls._dense(
+        return cls.dense(
             num_layers=size("num_hidden_layers"),
             width=width,
             mlp_width=size("intermediate_size"),
@@ -104,7 +104,7 @@ class ModelShape:
         )
 
     @classmethod
-    def _dense(
+    def dense(
         cls,
         *,
         num_layers: int,
@@ -115,6 +115,7 @@ class ModelShape:
         head_size: int,
         dtype_bytes: int = 2,
     ) -> ModelShape:
+        """A shape with the parameters of gated MLPs and attention counted from the widths."""
         attention = 2 * width * (num_heads + num_kv_heads) * head_size  # q and out, k and v
         gated_mlp = 3 * width * mlp_width
         return cls(
@@ -151,15 +152,15 @@ class Hardware:
 
 MODEL_SHAPES: Mapping[str, ModelShape] = MappingProxyType(
     {
-        "llama-3.1-8b": ModelShape._dense(
+        "llama-3.1-8b": ModelShape.dense(
             **{"num_layers": 32, "width": 4096, "mlp_width": 14336},
             **{"num_heads": 32, "num_kv_heads": 8, "head_size": 128},
         ),
-        "llama-3.1-70b": ModelShape._dense(
+        "llama-3.1-70b": ModelShape.dense(
             **{"num_layers": 80, "width": 8192, "mlp_width": 28672},
             **{"num_heads": 64, "num_kv_heads": 8, "head_size": 128},
         ),
-        "smollm2-135m": ModelShape._dense(
+        "smollm2-135m": ModelShape.dense(
             **{"num_layers": 30, "width": 576, "mlp_width": 1536},
             **{"num_heads": 9, "num_kv_heads": 3, "head_size": 64},
         ),
@@ -218,6 +219,12 @@ def prefill_flops(shape: ModelShape, start: Count, stop: Count) -> Count:
     """
     attention = 2 * shape.num_layers * shape.num_heads * shape.head_size
     return 2 * shape.num_params * (stop - start) + attention * (stop * stop - start * start)
+
+
+def cost_slope(shape: ModelShape, block_size: int) -> float:
+    """What a block of context adds to the FLOPs of computing a block, in a first block's FLOPs."""
+    first = prefill_flops(shape, 0, block_size)
+    return (prefill_flops(shape, block_size, 2 * block_size) - first) / first
 
 
 def kv_bytes(shape: ModelShape, num_tokens: Count) -> Count:

@@ -50,7 +50,7 @@ class Explanation:
     prompt_token: int | None = None
     num_evicted_tokens: int = 0
     evicted_at: int | None = None
-    evicted_for: int | None = None
+    evicted_for: int | str | None = None
     other_namespace: int | None = None
     num_other_tokens: int = 0
 
@@ -63,7 +63,7 @@ class Explanation:
                 "whole": "all but the last, which is always computed",
                 "unaligned": f"from token {at} on too few of a block are shared to be worth a copy",
                 "evicted": f"the next {self.num_evicted_tokens} were, and were evicted at time "
-                f"{self.evicted_at} to make room for {self.evicted_for}",
+                f"{self.evicted_at} to make room for {self.evicted_for or 'others'}",
                 "namespace": f"namespace {self.other_namespace} holds {self.num_other_tokens} of "
                 "them, but another model, adapter, cache type or tenant shares nothing",
                 "diverged": f"token {at} is {self.prompt_token}, and what is cached goes on with "

@@ -196,7 +196,9 @@ def _name_one_by_one(
     follows = _follows(entries, live)
     place = jnp.arange(size, dtype=jnp.int32)
 
-    def one(carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+    def one(
+        carry: tuple[jax.Array, jax.Array, jax.Array],
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         i, parents, twins = carry
         stays = jnp.where(twins != NULL_BLOCK, twins, own)
         parent = jnp.where(follows[i] & live[i], stays[jnp.maximum(i - 1, 0)], parents[i])

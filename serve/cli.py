@@ -1,45 +1,40 @@
-"""The command line: `octavo serve` and `octavo generate`."""
+"""The command line: `octavo serve` and `octavo generate`; `octavo replay` has its own file."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import inspect
 import logging
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from typing import Annotated, Any, NoReturn, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 import uvicorn
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
 
 from ..models.chat import ChatTemplateError
 from ..models.loading import LoadedModel, load_model
 from .api import create_app
 from .async_engine import AsyncEngine
 from .config import EngineConfig
+from .console import (
+    RUN_ERROR,
+    USAGE_ERROR,
+    ProgressFn,
+    err,
+    give_up,
+    progress_bar,
+    quiet_interrupt,
+)
 from .engine import Engine
 from .metrics import ServerMetrics
 from .replay_cli import replay
 from .sampling_params import InvalidRequest, SamplingParams
 
-ProgressFn = Callable[[int, int, str], None]
-
-_USAGE_ERROR = 2
-_RUN_ERROR = 1
 _SECONDS_TO_FINISH = 5  # what requests in flight get when the server is told to stop,
 _SECONDS_TO_END = 15  # and what they get, beyond that, to hear that it has stopped
 
@@ -50,7 +45,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-_err = Console(stderr=True, highlight=False)
 
 Model = Annotated[
     str,
@@ -127,7 +121,7 @@ def serve(
     config = _engine_config(options)
     # The port first: to find it taken after minutes of compilation would be late.
     with _bind(host, port) as listener:
-        with _quiet_interrupt(), _progress_bar() as progress:
+        with quiet_interrupt(), progress_bar() as progress:
             engine = _engine(model, config, progress)
             engine.warmup(progress)
         _run_server(engine, listener, served_model_name or engine.loaded.name)
@@ -148,7 +142,7 @@ def _run_server(engine: Engine, listener: socket.socket, name: str) -> None:
         try:
             server.run(sockets=[listener])
         except OSError as error:
-            _give_up(f"cannot listen on {_url(listener)}: {error.strerror or error}", _RUN_ERROR)
+            give_up(f"cannot listen on {_url(listener)}: {error.strerror or error}", RUN_ERROR)
         except KeyboardInterrupt:
             pass  # uvicorn repeats the signal after it has shut down
 
@@ -187,9 +181,9 @@ def generate(
             ignore_eos=ignore_eos,
         )
     except InvalidRequest as error:
-        _give_up(f"--{error.param.replace('_', '-')}: {error}", _USAGE_ERROR)
-    with _quiet_interrupt():
-        with _progress_bar() as progress:
+        give_up(f"--{error.param.replace('_', '-')}: {error}", USAGE_ERROR)
+    with quiet_interrupt():
+        with progress_bar() as progress:
             engine = _engine(model, config, progress)
         _print_stream(engine, _prompt_ids(engine.loaded, prompt, chat=chat), params)
 
@@ -201,11 +195,11 @@ def _prompt_ids(loaded: LoadedModel, prompt: str, *, chat: bool) -> Sequence[int
     if not chat:
         return loaded.tokenizer.encode(prompt)
     if loaded.chat_template is None:
-        _give_up(f"{loaded.name} has no chat template; use --raw", _USAGE_ERROR)
+        give_up(f"{loaded.name} has no chat template; use --raw", USAGE_ERROR)
     try:
         text = loaded.chat_template.render([{"role": "user", "content": prompt}])
     except ChatTemplateError as error:
-        _give_up(str(error), _RUN_ERROR)
+        give_up(str(error), RUN_ERROR)
     return loaded.tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -213,11 +207,11 @@ def _print_stream(engine: Engine, prompt: Sequence[int], params: SamplingParams)
     num_programs, start = engine.num_programs, time.perf_counter()
     outputs = engine.stream(prompt, params)
     try:
-        with _progress_bar() as progress:
+        with progress_bar() as progress:
             progress(0, 0, "first token")
             last = next(outputs)
     except InvalidRequest as error:
-        _give_up(f"{error.param}: {error}", _USAGE_ERROR)
+        give_up(f"{error.param}: {error}", USAGE_ERROR)
     first = time.perf_counter()
     print(last.text, end="", flush=True)
     for last in outputs:
@@ -226,7 +220,7 @@ def _print_stream(engine: Engine, prompt: Sequence[int], params: SamplingParams)
     seconds = time.perf_counter() - first
     rate = (last.num_generated_tokens - 1) / seconds if last.num_generated_tokens > 1 else 0.0
     compiled = engine.num_programs - num_programs
-    _err.print(
+    err.print(
         f"{last.num_generated_tokens} tokens, "
         f"{last.num_cached_tokens} of {last.num_prompt_tokens} prompt tokens cached, "
         f"TTFT {first - start:.3f} s, {rate:.1f} tok/s"
@@ -239,7 +233,7 @@ def _engine_config(options: dict[str, Any]) -> EngineConfig:
     try:
         return EngineConfig(**options)
     except ValueError as error:
-        _give_up(str(error), _USAGE_ERROR)
+        give_up(str(error), USAGE_ERROR)
 
 
 def _engine(model: str, config: EngineConfig, progress: ProgressFn) -> Engine:
@@ -247,11 +241,11 @@ def _engine(model: str, config: EngineConfig, progress: ProgressFn) -> Engine:
     try:
         loaded = load_model(model, progress=progress)
     except (OSError, ValueError, ImportError) as error:
-        _give_up(f"cannot load {model!r}: {error}", _RUN_ERROR)
+        give_up(f"cannot load {model!r}: {error}", RUN_ERROR)
     try:
         return Engine(loaded, config)
     except (OSError, ValueError) as error:
-        _give_up(str(error), _USAGE_ERROR)
+        give_up(str(error), USAGE_ERROR)
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -268,43 +262,12 @@ def _bind(host: str, port: int) -> socket.socket:
         if listener is not None:
             listener.close()
         reason = error.strerror or error
-        _give_up(f"cannot listen on {host}:{port}: {reason}; choose another --port", _RUN_ERROR)
+        give_up(f"cannot listen on {host}:{port}: {reason}; choose another --port", RUN_ERROR)
 
 
 def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _give_up(message: str, code: int) -> NoReturn:
-    _err.print(f"error: {message}", style="red", markup=False, soft_wrap=True)
-    raise typer.Exit(code)
-
-
-@contextlib.contextmanager
-def _quiet_interrupt() -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-
-
-@contextlib.contextmanager
-def _progress_bar() -> Iterator[ProgressFn]:
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=_err, transient=True, disable=not _err.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-
-        def show(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total or None, description=what)
-
-        yield show
 
 
 class _Server(uvicorn.Server):
@@ -319,7 +282,7 @@ class _Server(uvicorn.Server):
         """Start, and say so once connections are taken."""
         await super().startup(sockets=sockets)
         if self.started:
-            _err.print(self._announcement, markup=False, soft_wrap=True)
+            err.print(self._announcement, markup=False, soft_wrap=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let requests in flight finish for a while; then end them with an error that says why."""

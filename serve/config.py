@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..paged import POLICIES
+
 
 def _knob(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
@@ -26,6 +28,10 @@ class EngineConfig:
     max_num_seqs: int = _knob(32, "sequences computed at once")
     max_num_batched_tokens: int = _knob(512, "tokens computed in one step")
     enable_prefix_caching: bool = _knob(True, "share blocks between requests with equal prefixes")
+    eviction_policy: str = _knob(
+        "cost", f"which cached blocks go first when room is needed: {', '.join(POLICIES)}"
+    )
+    max_pinned_fraction: float = _knob(0.5, "part of the KV cache that may be pinned, at most")
     max_decode_steps: int = _knob(16, "decode steps in one dispatch, at most")
     decode_slice_ms: float = _knob(
         100.0, "time that one dispatch of decode steps aims at; a new request waits about as long"
@@ -49,6 +55,12 @@ class EngineConfig:
             raise ValueError(
                 f"kv_cache_dtype={self.kv_cache_dtype!r} must be auto, float32 or bfloat16"
             )
+        if self.eviction_policy not in POLICIES:
+            raise ValueError(
+                f"eviction_policy={self.eviction_policy!r} must be one of {', '.join(POLICIES)}"
+            )
+        if not 0 <= self.max_pinned_fraction <= 1:
+            raise ValueError(f"max_pinned_fraction={self.max_pinned_fraction} must be in [0, 1]")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "

@@ -9,17 +9,19 @@ when they must wait again.
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 
 import numpy as np
 
 from ..models import LoadedModel, load_model
-from ..paged import OutOfBlocks
+from ..paged import FOREVER, Explanation, OutOfBlocks
 from .config import EngineConfig
 from .intake import Intake, Prompt
 from .outputs import Completion, EngineStats, RequestOutput
@@ -31,6 +33,8 @@ from .scheduler import Scheduler
 
 # Each compilation of a large model takes gigabytes while it runs.
 _MAX_COMPILE_THREADS = 4
+# Requests by number, to say for whom something was evicted.
+_OWNERS_REMEMBERED = 1 << 14
 
 
 class Engine:
@@ -62,6 +66,8 @@ class Engine:
         self._inboxes: dict[str, deque[RequestOutput]] = {}
         self._intake = Intake(loaded, self._runner.layout, config.block_size)
         self._step_seconds: dict[int, float] = {}
+        self._started = time.monotonic()
+        self._owners: dict[int, str] = {}
         self._count = dict.fromkeys(
             (
                 "prefix_query_tokens",
@@ -166,6 +172,7 @@ class Engine:
         for request in self._scheduler.candidates():
             seat = self._scheduler.next_seat()
             try:
+                self._acting(request)
                 cached = self._runner.admit(request, seat)
                 if cached is None:
                     return
@@ -183,6 +190,15 @@ class Engine:
                 self._count["prompt_tokens"] += request.num_prompt_tokens
                 self._count["prefix_query_tokens"] += request.num_prompt_tokens
                 self._count["prefix_hit_tokens"] += request.num_computed
+
+    def _acting(self, request: Request | None) -> None:
+        """Note for whom room is made, and when."""
+        if request is not None and request.number not in self._owners:
+            self._owners[request.number] = request.request_id
+            if len(self._owners) > _OWNERS_REMEMBERED:
+                del self._owners[next(iter(self._owners))]
+        now = int(time.monotonic() - self._started)
+        self._runner.acting(now, 0 if request is None else request.number)
 
     def _packed_step(self) -> list[Request]:
         self._make_room(1)
@@ -205,6 +221,7 @@ class Engine:
 
     def _decode(self) -> list[Request]:
         num_steps = self._num_steps(len(self._scheduler.running))
+        self._acting(None)
         # A shorter loop that fits is better than a preemption.
         while num_steps > 1 and not self._runner.reserve(self._scheduler.running, num_steps):
             num_steps //= 2
@@ -255,6 +272,7 @@ class Engine:
 
         The oldest always finds room in the end: alone it fits the pool, as `add_request` checked.
         """
+        self._acting(None)
         while True:
             decoding = [r for r in self._scheduler.running if not r.needs_prefill]
             if self._runner.reserve(decoding, more):
@@ -355,6 +373,50 @@ class Engine:
             num_active_blocks=int(blocks.num_active),
             **self._count,
         )
+
+    def explain(self, prompt: Prompt, *, cache_salt: str = "") -> Explanation:
+        """Why a prompt would hit the cache as far as it does, and no further.
+
+        Times are seconds since the engine was made; `evicted_for` names the request for which
+        room was made, None for room that running requests needed to grow.
+
+        Raises:
+            InvalidRequest: the prompt could never be served.
+        """
+        tokens, namespace = self._intake.prompt(prompt, cache_salt)
+        told = self._runner.explain(tokens, namespace)
+        if told.evicted_for is None:
+            return told
+        return replace(told, evicted_for=self._owners.get(int(told.evicted_for)))
+
+    def pin(self, prompt: Prompt, *, cache_salt: str = "", ttl_seconds: float | None = None) -> int:
+        """Keep the cached blocks of a prompt from being evicted; returns the tokens in them.
+
+        Args:
+            prompt: text, or token ids; what is not cached yet is not pinned: generate first.
+            cache_salt: as of the requests that computed it.
+            ttl_seconds: for how long; None means until `unpin`.
+
+        Raises:
+            InvalidRequest: the prompt could never be served, or the time is not positive.
+            PinBudgetExceeded: `max_pinned_fraction` of the cache is pinned; nothing has changed.
+        """
+        tokens, namespace = self._intake.prompt(prompt, cache_salt)
+        if ttl_seconds is not None and not ttl_seconds > 0:
+            raise InvalidRequest(f"{ttl_seconds=} must be positive", param="ttl_seconds")
+        self._acting(None)
+        until = FOREVER
+        if ttl_seconds is not None:
+            until = min(math.ceil(time.monotonic() - self._started + ttl_seconds), FOREVER)
+        return self._runner.pin(tokens, namespace, until)
+
+    def unpin(self, prompt: Prompt, *, cache_salt: str = "") -> None:
+        """End the pins of a prompt's blocks, but for those under which others are pinned.
+
+        Raises:
+            InvalidRequest: the prompt could never be served.
+        """
+        self._runner.unpin(*self._intake.prompt(prompt, cache_salt))
 
     def check_invariants(self) -> None:
         """Check the block manager; raises `octavo.paged.InvariantViolation` on a fault."""

@@ -26,6 +26,7 @@ class Intake:
         # The newest token is never written to the cache, so one more fits than there are slots.
         self._most_tokens = (layout.shape[0] - 1) * block_size + 1
         self._namespaces = Namespaces()
+        self._num_requests = 0
 
     def request(
         self, prompt: Prompt, params: SamplingParams, cache_salt: str, request_id: str
@@ -35,7 +36,7 @@ class Intake:
         Raises:
             InvalidRequest: it can never be served.
         """
-        tokens = self._prompt_tokens(prompt)
+        tokens, namespace = self.prompt(prompt, cache_salt)
         self._check_stop_ids(params)
         max_tokens = self._max_tokens(len(tokens), params)
         buffer = np.zeros(len(tokens) + max_tokens, np.int32)
@@ -43,11 +44,7 @@ class Intake:
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= frozenset(self._loaded.eos_token_ids)
-        namespace = NamespaceKey(
-            model=self._loaded.fingerprint,
-            cache_dtype=self._layout.dtype.name,
-            salt=cache_salt,
-        )
+        self._num_requests += 1
         return Request(
             request_id=request_id,
             params=params,
@@ -57,9 +54,24 @@ class Intake:
             max_tokens=max_tokens,
             stop_ids=stop_ids,
             seed=secrets.randbits(32) if params.seed is None else params.seed % (1 << 32),
-            namespace=self._namespaces.id_of(namespace),
+            namespace=namespace,
+            number=self._num_requests,
             text=TextStream(self._loaded.tokenizer.detokenizer(), params.stop),
         )
+
+    def prompt(self, prompt: Prompt, cache_salt: str) -> tuple[np.ndarray, int]:
+        """A prompt's tokens `int32[n]` and namespace.
+
+        Raises:
+            InvalidRequest: it can never be served.
+        """
+        tokens = self._prompt_tokens(prompt)
+        key = NamespaceKey(
+            model=self._loaded.fingerprint,
+            cache_dtype=self._layout.dtype.name,
+            salt=cache_salt,
+        )
+        return tokens, self._namespaces.id_of(key)
 
     def _prompt_tokens(self, prompt: Prompt) -> np.ndarray:
         vocab = self._loaded.config.vocab_size

@@ -22,6 +22,7 @@ class Request:
         stop_ids: tokens that end it.
         seed: `uint32` value.
         namespace: id of what it may share blocks with.
+        number: counts requests, from 1.
         seat: its row while it runs, else None.
         num_computed: tokens whose keys and values are in the cache.
         num_published: blocks that the index has seen.
@@ -37,6 +38,7 @@ class Request:
     stop_ids: frozenset[int]
     seed: int
     namespace: int
+    number: int
     text: TextStream
     seat: int | None = None
     num_computed: int = 0

@@ -7,7 +7,7 @@ the tokens, and the flags that it must act on.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 
 from .. import paged
 from ..models import Llama, LlamaConfig
+from ..paged.cost_model import ModelShape, cost_slope
 from ..pallas_kernels import NULL_BLOCK, cache_shape, copy_blocks, init_kv_cache
 from .config import EngineConfig
 from .program import Program
@@ -32,6 +33,7 @@ from .request import Request
 from .sampling import SamplingRows
 
 _SMALLEST_STEP = 16
+_PROTECTED_FRACTION = 0.8  # of the pool, in `slru`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +103,16 @@ class ModelRunner:
         self._kv_cache = init_kv_cache(
             model.config.num_layers, self.layout.shape, self.layout.dtype
         )
-        self._state = paged.init_cache(num_blocks, config.block_size)
+        self._state = paged.init_cache(
+            num_blocks,
+            config.block_size,
+            policy=paged.eviction_policy(
+                config.eviction_policy,
+                slope=cost_slope(_shape(model.config), config.block_size),
+                protected=int(_PROTECTED_FRACTION * num_blocks),
+            ),
+            pin_budget=self._pin_budget(),
+        )
         self._tables = paged.init_tables(config.max_num_seqs, self.layout.blocks_per_seq)
         most = -(-config.max_decode_steps // config.block_size) + 1
         grow = partial(paged.append, max_new_blocks=most)
@@ -112,7 +123,43 @@ class ModelRunner:
         self._copy = Program("copy", _copy_block, donate=(0,))
         self._stats = Program("stats", paged.stats, donate=())
 
+    def _pin_budget(self) -> int:
+        # The longest request always finds room once the others are gone.
+        room = self.layout.shape[0] - 1
+        most = room - min(self.layout.blocks_per_seq, room)
+        return min(int(self._config.max_pinned_fraction * room), most)
+
     # ---- block manager ---------------------------------------------------------------------
+
+    def acting(self, now: int, owner: int) -> None:
+        """What follows happens at time `now` for the request of number `owner`."""
+        self._state = replace(self._state, now=np.int32(now), owner=np.int32(owner))
+
+    def explain(self, tokens: np.ndarray, namespace: int) -> paged.Explanation:
+        """Why a prompt hits as far as it does."""
+        return paged.explain(self._state, tokens, namespace)
+
+    def pin(self, tokens: np.ndarray, namespace: int, until: int) -> int:
+        """Pin a prompt's cached blocks; returns the tokens in them.
+
+        Raises:
+            PinBudgetExceeded: they are more than may be pinned.
+        """
+        blocks = _cut(tokens, self._config.block_size)
+        self._state, count, ok = paged.pin_tokens(
+            self._state, blocks, len(tokens), namespace, until
+        )
+        if not ok:
+            raise paged.PinBudgetExceeded(
+                f"with this prompt more than {self._pin_budget()} blocks would be pinned "
+                f"({int(self.stats().num_pinned)} are): unpin others first"
+            )
+        return int(count) * self._config.block_size
+
+    def unpin(self, tokens: np.ndarray, namespace: int) -> None:
+        """End the pins of a prompt's blocks."""
+        blocks = _cut(tokens, self._config.block_size)
+        self._state = paged.unpin_tokens(self._state, blocks, len(tokens), namespace)
 
     def admit(self, request: Request, seat: int) -> int | None:
         """Give the request a table; returns the tokens found cached, or None if it does not fit."""
@@ -305,6 +352,25 @@ def _copy_block(kv_cache: KVCache, copies: paged.BlockCopies) -> KVCache:
 
 def _no_copy() -> paged.BlockCopies:
     return paged.BlockCopies(source=jnp.int32(NULL_BLOCK), target=jnp.int32(NULL_BLOCK))
+
+
+def _cut(tokens: np.ndarray, block_size: int) -> jax.Array:
+    """Full blocks, as many as the next power of two: few shapes, few compilations."""
+    full = len(tokens) // block_size
+    padded = np.zeros((1 << max(full - 1, 0).bit_length(), block_size), np.int32)
+    padded.reshape(-1)[: full * block_size] = tokens[: full * block_size]
+    return jnp.asarray(padded)
+
+
+def _shape(model: LlamaConfig) -> ModelShape:
+    return ModelShape.dense(
+        num_layers=model.num_layers,
+        width=model.hidden_size,
+        mlp_width=model.intermediate_size,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_size=model.head_size,
+    )
 
 
 def _no_decode_rows(num_rows: int) -> DecodeRows:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..cache import admit
-from ..cost_model import ModelShape, prefill_flops
+from ..cost_model import ModelShape, cost_slope
 from ..errors import InvariantViolation
 from ..eviction import POLICIES as POLICIES
 from ..eviction import EvictionPolicy, eviction_policy
@@ -65,7 +65,7 @@ def replay_policies(
     """
     show = progress or (lambda done, total, what: None)
     lanes = [(policy, capacity) for policy in policies for capacity in capacities]
-    slope = _cost_slope(shape, trace.tokens_per_block)
+    slope = cost_slope(shape, trace.tokens_per_block)
     groups: dict[int, list[int]] = {}  # positions in `lanes` by blocks in the pool
     for lane, (_, capacity) in enumerate(lanes):
         if capacity < 1:
@@ -104,12 +104,6 @@ def _pool_size(capacity: int) -> int:
 def _policy(name: str, capacity: int, slope: float) -> tuple[EvictionPolicy, int]:
     protected = int(_PROTECTED_SHARE * capacity)
     return eviction_policy(name, slope=slope, protected=protected), capacity
-
-
-def _cost_slope(shape: ModelShape, tokens_per_block: int) -> float:
-    """What a block of context adds to the FLOPs of computing a block, in first blocks."""
-    first, both = (prefill_flops(shape, 0, n * tokens_per_block) for n in (1, 2))
-    return (both - first) / first - 1
 
 
 def _init_lanes(

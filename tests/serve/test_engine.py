@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from octavo.models import LoadedModel
+from octavo.paged import POLICIES, PinBudgetExceeded
 from octavo.serve import Engine, EngineConfig, InvalidRequest, SamplingParams
 
 from .tiny import tiny_engine, tiny_model
@@ -385,3 +386,58 @@ def test_one_bad_prompt_of_several_starts_none(engine: Engine) -> None:
     assert_empty(engine)
     with pytest.raises(ValueError, match="2 sampling params for 1 prompts"):
         engine.generate([prompt(1, 10)], [GREEDY, GREEDY])
+
+
+def test_a_miss_is_explained(tiny: LoadedModel) -> None:
+    engine = tiny_engine(tiny)
+    first = prompt(70, 40)
+    assert engine.explain(first).reason == "new"
+    engine.generate(first, GREEDY)
+    assert engine.explain(first).reason == "whole"
+    assert engine.explain(first, cache_salt="b").reason == "namespace"
+    told = engine.explain([*first[:21], first[21] ^ 1, 5])
+    assert (told.reason, told.num_cached_tokens, told.cached_token) == ("diverged", 21, first[21])
+
+
+def test_an_eviction_is_explained_by_the_request_it_made_room_for(tiny: LoadedModel) -> None:
+    engine = tiny_engine(tiny, num_blocks=SMALL_POOL, eviction_policy="lru")
+    first = prompt(71, 40)
+    engine.generate(first, GREEDY)
+    one = SamplingParams(temperature=0, max_tokens=1)
+    request_id = engine.add_request(prompt(72, 165), one, request_id="pushy")
+    drain(engine)
+    told = engine.explain(first)
+    assert told.reason == "evicted" and told.num_evicted_tokens > 0
+    assert told.evicted_for == request_id and "pushy" in str(told)
+    assert told.evicted_at is not None and told.evicted_at >= 0
+
+
+def test_a_pinned_prompt_outlives_others_and_the_budget_is_kept(tiny: LoadedModel) -> None:
+    # Room for the longest request, 16 blocks, and eight blocks more.
+    engine = tiny_engine(tiny, num_blocks=SMALL_POOL, max_model_len=128)
+    kept = prompt(73, 40)
+    assert engine.pin(kept) == 0
+    engine.generate(kept, GREEDY)
+    assert engine.pin(kept) == 40
+    longer = [*kept, *prompt(74, 40)]
+    engine.generate(longer, GREEDY)
+    with pytest.raises(PinBudgetExceeded, match="more than 8 blocks"):
+        engine.pin(longer)
+    for i in range(4):
+        engine.generate(prompt(75 + i, 100), GREEDY)
+    assert engine.explain(kept).num_cached_tokens == 39
+    engine.unpin(kept)
+    for i in range(4):
+        engine.generate(prompt(85 + i, 100), GREEDY)
+    assert engine.explain(kept).num_cached_tokens == 0
+    with pytest.raises(InvalidRequest, match="must be positive"):
+        engine.pin(kept, ttl_seconds=0)
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_gives_the_same_tokens(tiny: LoadedModel, policy: str) -> None:
+    engine = tiny_engine(tiny, num_blocks=SMALL_POOL, eviction_policy=policy)
+    prompts = [[*prompt(90, 30), *prompt(91 + i % 3, 9)] for i in range(6)]
+    assert [engine.generate(p, GREEDY)[0].token_ids for p in prompts] == alone(tiny, prompts)
+    engine.check_invariants()
