@@ -49,10 +49,8 @@ class World(NamedTuple):
     caller: Caller
 
 
-class Outcome(NamedTuple):
-    ok: jax.Array
-    copies: jax.Array
-    wrong: jax.Array  # promises of this operation that were broken
+# The world after an operation, whether it was done, copies made and own promises broken.
+Outcome = tuple[World, jax.Array, jax.Array, jax.Array]
 
 
 def start() -> World:
@@ -64,8 +62,8 @@ def start() -> World:
     return World(state, paged.init_tables(SEATS, COLUMNS), caller)
 
 
-def outcome(ok: jax.Array, copies: jax.Array | None = None, *wrong: jax.Array) -> Outcome:
-    return Outcome(ok, how_many(*(() if copies is None else (copies != 0,))), how_many(*wrong))
+def outcome(ok: jax.Array, copies: jax.Array | int = 0, *wrong: jax.Array):
+    return ok, how_many(jnp.asarray(copies) != 0), how_many(*wrong)
 
 
 def how_many(*flags: jax.Array) -> jax.Array:
@@ -101,7 +99,7 @@ def prompt_of(words: jax.Array) -> jax.Array:
     return (stem * 40_503 + place * 30_011 >> 4) % 3
 
 
-def admit(world: World, words: jax.Array) -> tuple[World, Outcome]:
+def admit(world: World, words: jax.Array) -> Outcome:
     state, tables, caller = world
     seat, prompt = seat_of(world, words[0], live=False), prompt_of(words[1:4])
     count, namespace = number(words[4], COLUMNS * SIZE + 2), words[5] % 2
@@ -128,20 +126,20 @@ def admit(world: World, words: jax.Array) -> tuple[World, Outcome]:
         caller.length.at[target].set(count, mode="drop"),
         caller.namespace.at[target].set(namespace, mode="drop"),
     )
-    return World(state, tables, caller), outcome(got.ok, source, missed, copied)
+    return World(state, tables, caller), *outcome(got.ok, source, missed, copied)
 
 
-def append(world: World, words: jax.Array) -> tuple[World, Outcome]:
+def append(world: World, words: jax.Array) -> Outcome:
     state, tables, caller = world
     more = (words[:SEATS] >> 4) % 6
     wanted = jnp.where(words[:SEATS] % 3 == 0, caller.length + more, 0)
     wanted = wanted.at[words[8] % SEATS].set(number(words[9], 8))
     wanted = jnp.where(tables.num_blocks > 0, wanted, 0)
     state, tables, ok = paged.append(state, tables, wanted, NEW)
-    return World(state, tables, caller), outcome(ok)
+    return World(state, tables, caller), *outcome(ok)
 
 
-def write(world: World, words: jax.Array) -> tuple[World, Outcome]:
+def write(world: World, words: jax.Array) -> Outcome:
     """Copy on write, then tokens up to the ends of the blocks."""
     state, tables, caller = world
     seats, enabled = seats_of(world, words[0])
@@ -164,10 +162,10 @@ def write(world: World, words: jax.Array) -> tuple[World, Outcome]:
         tokens=jnp.where(written, prompt_of(words[6:9])[None], caller.tokens),
         length=caller.length.at[jnp.where(writes, seats, SEATS)].set(end, mode="drop"),
     )
-    return World(state, tables, caller), outcome(ok, copies.source, wrong)
+    return World(state, tables, caller), *outcome(ok, copies.source, wrong)
 
 
-def publish(world: World, words: jax.Array) -> tuple[World, Outcome]:
+def publish(world: World, words: jax.Array) -> Outcome:
     state, tables, caller = world
     seat, column = seat_of(world, words[0], live=True), jnp.arange(COLUMNS, dtype=jnp.int32)
     row = jnp.clip(seat, 0, SEATS - 1)
@@ -181,44 +179,42 @@ def publish(world: World, words: jax.Array) -> tuple[World, Outcome]:
     )
     count = jnp.where(words[2] % 16 > 0, jnp.sum(here > 0), number(words[3], 9))
     state, tables, ok = paged.publish(state, tables, filled, count.astype(jnp.int32))
-    return World(state, tables, caller), outcome(ok)
+    return World(state, tables, caller), *outcome(ok)
 
 
-def fork(world: World, words: jax.Array) -> tuple[World, Outcome]:
+def fork(world: World, words: jax.Array) -> Outcome:
     state, tables, caller = world
     source, target = (seat_of(world, words[i], live=i == 0) for i in range(2))
     state, tables, ok = paged.fork(state, tables, source, target)
     to, row = jnp.where(ok, target, SEATS), jnp.clip(source, 0, SEATS - 1)
     caller = jax.tree.map(lambda x: x.at[to].set(x[row], mode="drop"), caller)
-    return World(state, tables, caller), outcome(ok)
+    return World(state, tables, caller), *outcome(ok)
 
 
-def truncate(world: World, words: jax.Array) -> tuple[World, Outcome]:
-    seats, enabled = seats_of(world, words[0])
-    length = world.caller.length[jnp.clip(seats, 0, SEATS - 1)]
+def truncate(world: World, words: jax.Array) -> Outcome:
+    length = world.caller.length[jnp.clip(seats_of(world, words[0])[0], 0, SEATS - 1)]
     kept = jnp.where(words[1] % 32 == 0, number(words[2], 30), length - words[3:6] % 6)
-    return _keep(world, seats, kept, enabled, paged.truncate)
+    return keep(world, words, kept, partial(paged.truncate, num_tokens=kept))
 
 
-def release(world: World, words: jax.Array) -> tuple[World, Outcome]:
+def release(world: World, words: jax.Array) -> Outcome:
+    return keep(world, words, jnp.zeros(ROWS, jnp.int32), paged.release)
+
+
+def keep(world: World, words: jax.Array, kept: jax.Array, op: Callable) -> Outcome:
     seats, enabled = seats_of(world, words[0])
-    drop = lambda state, tables, seats, _, **kw: paged.release(state, tables, seats, **kw)  # noqa: E731
-    return _keep(world, seats, jnp.zeros_like(seats), enabled, drop)
-
-
-def _keep(world: World, seats, kept, enabled, op: Callable) -> tuple[World, Outcome]:
-    state, tables, ok = op(world.state, world.tables, seats, kept, enabled=enabled)
+    state, tables, ok = op(world.state, world.tables, seats=seats, enabled=enabled)
     target = jnp.where(enabled & ok, seats, SEATS)
-    length = world.caller.length.at[target].min(kept, mode="drop")
-    return World(state, tables, world.caller._replace(length=length)), outcome(ok)
+    caller = world.caller._replace(length=world.caller.length.at[target].min(kept, mode="drop"))
+    return World(state, tables, caller), *outcome(ok)
 
 
-def reserve(world: World, words: jax.Array) -> tuple[World, Outcome]:
+def reserve(world: World, words: jax.Array) -> Outcome:
     state, ok = paged.reserve(world.state, number(words[0], BLOCKS // 2), 4)
-    return world._replace(state=state), outcome(ok)
+    return world._replace(state=state), *outcome(ok)
 
 
-def pin(world: World, words: jax.Array) -> tuple[World, Outcome]:
+def pin(world: World, words: jax.Array) -> Outcome:
     state, tables, _ = world
     end = jnp.where(words[0] % 8 == 0, paged.FOREVER, state.now + words[1] % 20)
     prompt = prompt_of(words[2:5]).reshape(COLUMNS, SIZE)
@@ -229,23 +225,22 @@ def pin(world: World, words: jax.Array) -> tuple[World, Outcome]:
         lambda: paged.pin_namespace(state, words[7] % 8, end),
     )
     state, _, ok = jax.lax.switch(words[8] % 3, pins)
-    return world._replace(state=state), outcome(ok)
+    return world._replace(state=state), *outcome(ok)
 
 
-def unpin(world: World, words: jax.Array) -> tuple[World, Outcome]:
+def unpin(world: World, words: jax.Array) -> Outcome:
     state, prompt = world.state, prompt_of(words[2:5]).reshape(COLUMNS, SIZE)
-    unpins = (
-        lambda: paged.unpin_tokens(state, prompt, number(words[5], 25), words[7] % 2),
-        lambda: paged.unpin_namespace(state, words[7] % 2),
+    tokens = lambda: paged.unpin_tokens(state, prompt, number(words[5], 25), words[7] % 2)  # noqa: E731
+    state = jax.lax.cond(
+        words[8] % 2 > 0, tokens, lambda: paged.unpin_namespace(state, words[7] % 2)
     )
-    state = jax.lax.switch(words[8] % 2, unpins)
-    return world._replace(state=state), outcome(jnp.bool_(True))
+    return world._replace(state=state), *outcome(jnp.bool_(True))
 
 
-def wait(world: World, words: jax.Array) -> tuple[World, Outcome]:
+def wait(world: World, words: jax.Array) -> Outcome:
     now = world.state.now + words[0] % 4
     state = paged.acting(world.state, now=now, owner=words[1] % 5)
-    return world._replace(state=state), outcome(jnp.bool_(True))
+    return world._replace(state=state), *outcome(jnp.bool_(True))
 
 
 OPERATIONS = (admit, append, write, publish, fork, truncate, release, reserve, pin, unpin, wait)
@@ -271,12 +266,12 @@ def broken(before: World, after: World, ok: jax.Array) -> jax.Array:
 
 def step(world: World, drawn: tuple[jax.Array, jax.Array]) -> tuple[World, jax.Array]:
     kind, words = drawn
-    after, did = jax.lax.switch(kind, OPERATIONS, world, words)
+    after, ok, copies, wrong = jax.lax.switch(kind, OPERATIONS, world, words)
     is_publish = kind == OPERATIONS.index(publish)
     evicted = how_many(world.state.index.indexed & ~after.state.index.indexed & ~is_publish)
     folded = how_many((world.tables.block_ids != after.tables.block_ids) & is_publish)
-    wrong = did.wrong + broken(world, after, did.ok)
-    return after, jnp.stack([how_many(did.ok), evicted, folded, did.copies, wrong])
+    wrong += broken(world, after, ok)
+    return after, jnp.stack([how_many(ok), evicted, folded, copies, wrong])
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -312,26 +307,29 @@ def soak(operations: int, seed: int) -> dict[str, Any]:
             policy = replace(policy, protected=jnp.int32(BLOCKS // 4))
             world = world._replace(state=replace(world.state, policy=policy))
     done = np.concatenate(rows)
-    by_kind = {
-        op.__name__: {"ok": int(done[done[:, 0] == i, 1].sum()), "all": int(sum(done[:, 0] == i))}
-        for i, op in enumerate(OPERATIONS)
-    }
+    names = [op.__name__ for op in OPERATIONS]
     counters = paged.stats(world.state).counters
-    queries, hits = (
-        int(word[0]) + (int(word[1]) << 32) for word in (counters.queries, counters.hits)
-    )
-    commit = ["git", "rev-parse", "--short", "HEAD"]
+    high_low = [[int(word) for word in x[::-1]] for x in (counters.queries, counters.hits)]
+    commit = ["git", "describe", "--always", "--dirty"]
     return {
         "operations": operations,
         "seed": seed,
         "seconds": round(time.perf_counter() - began, 1),
-        "violations": int(done[:, 5].sum()),
-        "by_kind": by_kind,
-        "evictions": int(done[:, 2].sum()),
-        "folds": int(done[:, 3].sum()),
-        "copies": int(done[:, 4].sum()),
-        "prompt_tokens": queries,
-        "prompt_tokens_found": hits,
+        **dict(
+            zip(
+                ("evictions", "folds", "copies", "violations"),
+                done[:, 2:].sum(0).tolist(),
+                strict=False,
+            )
+        ),
+        **{
+            name: (x[0] << 32) + x[1]
+            for name, x in zip(("tokens", "tokens_found"), high_low, strict=False)
+        },
+        "done": {name: int(done[done[:, 0] == i, 1].sum()) for i, name in enumerate(names)},
+        "refused": {
+            name: int((done[done[:, 0] == i, 1] == 0).sum()) for i, name in enumerate(names)
+        },
         "device": f"{platform.machine()} {jax.devices()[0].device_kind}",
         "python": platform.python_version(),
         "jax": jax.__version__,
@@ -349,11 +347,7 @@ def main() -> int:
     args = parser.parse_args()
     result = soak(args.operations, args.seed)
     for name, value in result.items():
-        if name != "by_kind":
-            print(f"{name:20s} {value:,}" if isinstance(value, int) else f"{name:20s} {value}")
-    for name, count in result["by_kind"].items():
-        refused = count["all"] - count["ok"]
-        print(f"  {name:18s} {count['ok']:9,} done {refused:9,} refused")
+        print(f"{name:15s} {value}")
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     return int(result["violations"] > 0)

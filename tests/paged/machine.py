@@ -51,6 +51,9 @@ token = st.sampled_from([0, 0, 0, 1, 1, 2])
 namespaces = st.sampled_from([0, 0, 0, 0, 1, 1, -1])
 # One that was met, how many of its tokens, those that follow, and the namespace of a new one.
 prompts = st.tuples(st.integers(0, 15), st.integers(0, 16), st.lists(token, max_size=8), namespaces)
+known = st.tuples(
+    *(st.integers(0, 12), st.sampled_from([16, 16, 8, 4, 2])), st.just([]), namespaces
+)
 Prompt = tuple[int, int, list[int], int]
 steps = st.lists(token, min_size=1, max_size=4)
 until = st.sampled_from([paged.FOREVER, 1, 2, 3, 0, -5])
@@ -255,6 +258,15 @@ class Manager(RuleBasedStateMachine):
             seq = self.model.seqs[seat]
             self.write(seat, min(seq.written + count, len(seq.tokens)))
 
+    @rule(pick=picks, to=picks, value=token)
+    def write_and_share(self, pick: int, to: int, value: int) -> None:
+        """A block that is found by fewer tokens than both of its holders know."""
+        rows = [self.seat(pick)]
+        self.generate(rows, [value], False, True)
+        self.generate(rows, [value], False, False)
+        self.share(rows, [self.seat(to, live=False)], [True])
+        self.publish([(row, column, LARGEST) for row in rows for column in range(self.columns)])
+
     def write(self, seat: int, end: int) -> None:
         """Write a sequence's tokens up to `end`, each block made its own before."""
         seq, own = self.model.seqs[seat], False
@@ -275,10 +287,8 @@ class Manager(RuleBasedStateMachine):
         before = self.host
         (seats, at), mask = self.padded(rows, positions, enabled=enabled)
         copies, ok = self.call("copy_on_write", seats, at, enabled=mask)
-        writes = [
-            w for w, on in zip(zip(rows, positions, strict=False), enabled, strict=False) if on
-        ]
-        want, copying = self.model.copy_on_write(writes)
+        writes = zip(zip(rows, positions, strict=False), enabled, strict=False)
+        want, copying = self.model.copy_on_write([write for write, on in writes if on])
         assert bool(ok) == want
         for row, position, source in zip(
             rows, positions, np.asarray(copies.source).tolist(), strict=False
@@ -413,7 +423,7 @@ class Manager(RuleBasedStateMachine):
             numbers[:, i] = entry.seat, entry.column, entry.num_tokens, entry.namespace
             tokens = entry.tokens[max(entry.column, 0) * self.size :]
             blocks[i, : len(tokens)] = tokens
-        seat, column, num_tokens, namespace = (ints(row) for row in numbers)
+        seat, column, num_tokens, namespace = (ints(row.tolist()) for row in numbers)
         return paged.FilledBlocks(
             seat=seat, column=column, tokens=blocks, num_tokens=num_tokens, namespace=namespace
         )
@@ -497,7 +507,7 @@ class Manager(RuleBasedStateMachine):
 
     # Pins and time.
 
-    @rule(drawn=prompts, num_tokens=st.one_of(st.none(), st.none(), odd), until=until)
+    @rule(drawn=known, num_tokens=st.sampled_from([None] * 9 + [*ODD]), until=until)
     def pin_tokens(self, drawn, num_tokens: int | None, until: int) -> None:
         tokens, namespace = self.short_prompt(drawn)
         count, time = len(tokens) if num_tokens is None else num_tokens, self.time(until)
@@ -510,6 +520,15 @@ class Manager(RuleBasedStateMachine):
         seat, time = self.seat(pick), self.time(until)
         want = self.model.pin_sequence(seat, time)
         self.pinned(jitted.pin_sequence(self.state, self.tables, seat, time), want)
+
+    @rule(pinned=known, ended=known, served=prompts, passed=st.integers(0, 3), until=until)
+    def pin_for_a_while(self, pinned, ended, served, passed: int, until: int) -> None:
+        """A pin, some of it ended early, and room made once all or part of it is over."""
+        self.pin_tokens(pinned, None, until)
+        self.unpin_tokens(ended, None)
+        self.time_passes(passed, 0)
+        self.serve(served, False, 0, True, True)
+        self.reserve(2)
 
     @rule(namespace=namespaces, until=until)
     def pin_namespace(self, namespace: int, until: int) -> None:
@@ -528,7 +547,7 @@ class Manager(RuleBasedStateMachine):
         padded = self.cut(tokens).reshape(-1).tolist()
         return self.model.match(padded, max(num_tokens, 0) // self.size, namespace)
 
-    @rule(drawn=prompts, num_tokens=st.one_of(st.none(), st.none(), odd))
+    @rule(drawn=known, num_tokens=st.sampled_from([None] * 9 + [*ODD]))
     def unpin_tokens(self, drawn, num_tokens: int | None) -> None:
         tokens, namespace = self.short_prompt(drawn)
         count = len(tokens) if num_tokens is None else num_tokens

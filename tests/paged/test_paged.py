@@ -236,7 +236,7 @@ BREAKS = {
     ),
     "leaf first": lambda s, t: (_index(s, hits=s.index.hits.at[2].set(9)), t),
     "pins": lambda s, t: (_index(s, pin_until=s.index.pin_until.at[1].set(9)), t),
-    "hash": lambda s, t: (_index(s, tokens=s.index.tokens.at[2, 0].add(1)), t),
+    "hash": lambda s, t: (_index(s, hash=s.index.hash.at[2].add(jnp.uint32(1))), t),
     "tables": lambda s, t: (s, replace(t, num_blocks=t.num_blocks + 1)),
 }
 
