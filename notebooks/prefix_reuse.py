@@ -17,9 +17,10 @@ from time import perf_counter
 from octavo.models import load_model
 from octavo.serve import Engine, EngineConfig, SamplingParams
 
+# A small engine: few programs to compile.
 engine = Engine(
     load_model("smollm2"),
-    EngineConfig(num_blocks=400, max_model_len=2048, max_num_seqs=8, max_num_batched_tokens=128),
+    EngineConfig(num_blocks=400, max_model_len=2048, max_num_seqs=4, max_num_batched_tokens=32),
 )
 engine.warmup(lambda done, total, what: print(f"\r{done}/{total} {what:40}", end=""))
 
@@ -56,7 +57,7 @@ print(f"active {stats.num_active_blocks} of {stats.num_blocks}")
 # %% [markdown]
 # Questions that arrive together cost one prefill of their common prefix too: the others wait for
 # the leader's blocks. `cache_salt` and everything else that changes keys and values keep caches
-# apart.
+# apart. Why a prompt hits as far as it does, the engine can say.
 
 # %%
 before = engine.stats().prefilled_tokens
@@ -64,3 +65,7 @@ other = "Rain fell for three days, and on the fourth the river rose above the lo
 answers = engine.generate([f"{other} Question: {q}" for q in questions], params)
 print("prompt tokens", sum(answer.num_prompt_tokens for answer in answers))
 print("computed     ", engine.stats().prefilled_tokens - before)
+
+# %%
+print(engine.explain(f"{document}\nQuestion: When did it close?\nAnswer:"))
+print(engine.explain(document, cache_salt="another tenant"))

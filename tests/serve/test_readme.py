@@ -46,3 +46,12 @@ def test_the_attention_example_fits_the_ops() -> None:
     exec(snippet_with("write_kv("), names)
     assert names["out"].shape == (2, 2, 8)
     assert bool(jnp.allclose(names["out"], 1.0))
+
+
+def test_the_block_manager_example_prints_what_it_says(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = snippet_with("BlockManager(")
+    exec(code, {})
+    said = README.split(code)[1].split("```text\n")[1].split("```")[0]
+    assert capsys.readouterr().out == said
