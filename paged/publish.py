@@ -256,6 +256,10 @@ def _index(
         removed=chosen(own, fold & (known > 0)),
     )
     index, policy = remember(index, state.policy, state.history, added)
+    # A pin of the part that was cached holds on to the whole.
+    pinned = jnp.where(fold & (known > 0), twin, state.pool.num_blocks)
+    pins = index.pin_until.at[pinned].max(index.pin_until[own], mode="drop")
+    index = replace(index, pin_until=pins)
     pool, tables = _fold(state.pool, tables, own, chosen(twin, fold), folded)
     return replace(state, pool=pool, index=index, policy=policy), tables
 

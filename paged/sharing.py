@@ -86,7 +86,8 @@ def copy_on_write(
     """Make the blocks that are about to be written the sequences' own.
 
     A block is copied if another sequence holds it, or if the index finds it by the token that is
-    about to be overwritten. Of several sequences that all write a block, one keeps it.
+    about to be overwritten. Of several sequences that all write a block, one keeps it. To write
+    further back than a sequence's last block, `truncate` first.
 
     Args:
         state, tables: the manager.

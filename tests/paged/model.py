@@ -376,6 +376,7 @@ class Model:
                 self.cached[key] = block
             elif entry.num_tokens == self.block_size:
                 if block.key is not None:
+                    twin.pin_until = max(twin.pin_until, block.pin_until)
                     del self.cached[block.key]
                     block.forget()
                 # For all that hold it: what they share after it is found after the twin.
