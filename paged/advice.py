@@ -65,7 +65,8 @@ def advise(prompts: Iterable[Sequence[int]], *, block_size: int = 16) -> Advice:
     """
     if block_size < 1:
         raise ValueError(f"{block_size=} must be at least 1")
-    children: dict[int, list[tuple[tuple[int, ...], int]]] = {0: []}
+    # Blocks by parent and first token: those that share anything share that.
+    children: dict[tuple[int, int], list[tuple[int, ...]]] = {}
     known: dict[tuple[int, tuple[int, ...]], int] = {}
     windows: set[tuple[int, ...]] = set()
     total = Counter[str]()
@@ -84,7 +85,8 @@ def advise(prompts: Iterable[Sequence[int]], *, block_size: int = 16) -> Advice:
                 break
             node, found = after, found + block_size
         tail = tokens[found : found + block_size]
-        copied = max((_shared(block, tail) for block, _ in children[node]), default=0)
+        beside = children.get((node, tail[0]), ()) if tail else ()
+        copied = max((_shared(block, tail) for block in beside), default=0)
         last = int(found + copied == len(tokens))
         # The last token is taken from whichever found it.
         copied, whole = (copied - last, found) if copied else (0, found - last)
@@ -125,15 +127,14 @@ def _seen(tokens: tuple[int, ...], windows: set[tuple[int, ...]], block_size: in
 
 def _insert(
     tokens: tuple[int, ...],
-    children: dict[int, list[tuple[tuple[int, ...], int]]],
+    children: dict[tuple[int, int], list[tuple[int, ...]]],
     known: dict[tuple[int, tuple[int, ...]], int],
     block_size: int,
 ) -> None:
     node = 0
     for start in range(0, len(tokens), block_size):
         block = tokens[start : start + block_size]
-        child = known.setdefault((node, block), len(children))
-        if child not in children:
-            children[child] = []
-            children[node].append((block, child))
-        node = child
+        if (node, block) not in known:
+            known[node, block] = len(known) + 1
+            children.setdefault((node, block[0]), []).append(block)
+        node = known[node, block]

@@ -50,7 +50,7 @@ from .state import CacheState, Counters, count_tokens
 from .tables import BlockTables, blocks_for
 
 # Children of one block looked at for the longest common start: the newest are the likeliest.
-_MAX_CHILDREN = 128
+MAX_CHILDREN = 128
 
 
 @jax.tree_util.register_dataclass
@@ -143,7 +143,7 @@ def admit(
             namespace,
             tokens[jnp.minimum(matched, max_blocks - 1)],
             rest,
-            max_children=_MAX_CHILDREN,
+            max_children=MAX_CHILDREN,
         )
     else:
         child = shared = jnp.int32(0)

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..pallas_kernels import NULL_BLOCK
-from . import hashing
+from .cache import MAX_CHILDREN
+from .hashing import chain_hashes
 from .history import recall
 from .index import longest_child, match
 from .state import CacheState
@@ -96,7 +97,9 @@ def explain(
     if not prompt.size:
         raise ValueError("an empty prompt cannot be explained: give at least one token")
     size, index = state.index.block_size, state.index
-    blocks = np.zeros((-(-prompt.size // size), size), np.int32)
+    # As many blocks as the next power of two: few shapes, few compilations.
+    columns = 1 << (-(-prompt.size // size) - 1).bit_length()
+    blocks = np.zeros((columns, size), np.int32)
     blocks.reshape(-1)[: prompt.size] = prompt
     limit = prompt.size - 1
 
@@ -116,7 +119,7 @@ def explain(
 
     if found == limit:
         return because("whole")
-    if gone := _evicted(state, prompt, namespace, matched):
+    if gone := _evicted(state, blocks, prompt.size, namespace, matched, found):
         return because("evicted", **gone)
     if other := _other_namespace(state, blocks, limit, namespace, found):
         return because("namespace", **other)
@@ -126,25 +129,32 @@ def explain(
 
 
 _match = jax.jit(match)
-_longest = jax.jit(partial(longest_child, max_children=None))
+_longest = jax.jit(partial(longest_child, max_children=MAX_CHILDREN))
+_recall = jax.jit(
+    lambda history, tokens, namespace: recall(history, chain_hashes(tokens, namespace))
+)
 
 
 def _evicted(
-    state: CacheState, prompt: np.ndarray, namespace: int, matched: int
+    state: CacheState,
+    blocks: np.ndarray,
+    num_tokens: int,
+    namespace: int,
+    matched: int,
+    found: int,
 ) -> dict[str, int] | None:
     size = state.index.block_size
-    full = prompt[: prompt.size // size * size].reshape(-1, size)
-    if matched >= len(full):
+    full = num_tokens // size
+    place, there = (np.asarray(x) for x in _recall(state.history, jnp.asarray(blocks), namespace))
+    there = there[matched:full]
+    count = len(there) if there.all() else int(np.argmin(there))
+    further = min((matched + count) * size, num_tokens - 1) - found
+    if further <= 0:
         return None
-    hashes = hashing.chain_hashes(jnp.asarray(full), namespace)[matched:]
-    place, there = (np.asarray(x) for x in recall(state.history, hashes))
-    if not there[0]:
-        return None
-    count = int(np.argmin(there)) if not there.all() else len(there)
     return {
-        "num_evicted_tokens": count * size,
-        "evicted_at": int(state.history.time[place[0]]),
-        "evicted_for": int(state.history.owner[place[0]]),
+        "num_evicted_tokens": further,
+        "evicted_at": int(state.history.time[place[matched]]),
+        "evicted_for": int(state.history.owner[place[matched]]),
     }
 
 
@@ -158,7 +168,8 @@ def _other_namespace(
     for other in np.unique(np.asarray(index.namespace)[roots]):
         if int(other) != namespace:
             _, matched = _match(index, jnp.asarray(blocks), limit // index.block_size, int(other))
-            best = max(best, (int(matched) * index.block_size, int(other)))
+            held = int(matched) * index.block_size
+            best = (held, int(other)) if held > best[0] else best
     if best[1] == namespace:
         return None
     return {"num_other_tokens": best[0], "other_namespace": best[1]}

@@ -245,7 +245,7 @@ def longest_child(
 
     def step(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         block, best, length, seen = state
-        here = shared(block)
+        here = jnp.where(seen < most, shared(block), 0)
         best = jnp.where(here > length, block, best)
         return index.by_parent.next[block], best, jnp.maximum(here, length), seen + 1
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from . import cache, pins, sharing
 from .cache import CacheStats
-from .errors import OutOfBlocks, PinBudgetExceeded
+from .errors import InvariantViolation, OutOfBlocks, PinBudgetExceeded
 from .eviction import EvictionPolicy
 from .explain import Explanation, explain
 from .invariants import check_invariants
@@ -136,8 +136,9 @@ class BlockManager:
         """Let others find all blocks of a sequence whose first tokens these are.
 
         Raises:
-            ValueError: the seat is empty or out of range, there are more tokens than room, or its
-                last block is held by others and would gain tokens.
+            ValueError: the seat is empty or out of range, there are more tokens than room, its
+                last block is held by others and would gain tokens, or a block is found by other
+                tokens already: it was written without `copy_on_write`.
         """
         self._check_seat(seat, used=True)
         blocks, size = self._blocks(tokens), self.block_size
@@ -153,7 +154,8 @@ class BlockManager:
         if not self._call(publish, filled, count):
             raise ValueError(
                 f"{len(tokens)} tokens of {seat=} cannot be published: it has room for "
-                f"{int(self.tables.num_blocks[seat]) * size}, or its last block is shared"
+                f"{int(self.tables.num_blocks[seat]) * size}, or its last block is shared, or a "
+                "block was published with other tokens or in another namespace"
             )
 
     def fork(self, source: int, target: int) -> None:
@@ -164,7 +166,7 @@ class BlockManager:
         """
         self._check_seat(source, used=True)
         self._check_seat(target, used=False)
-        assert self._call(sharing.fork, np.int32(source), np.int32(target))
+        self._must(self._call(sharing.fork, np.int32(source), np.int32(target)))
 
     def copy_on_write(self, seat: int, position: int) -> tuple[tuple[int, int], ...]:
         """Make the block that is about to be written the sequence's own; blocks to copy first.
@@ -200,7 +202,7 @@ class BlockManager:
         room = int(self.tables.num_blocks[seat]) * self.block_size
         if not 0 <= num_tokens <= room:
             raise ValueError(f"{num_tokens=} of {seat=} must be in [0, {room}]")
-        assert self._call(sharing.truncate, np.int32(seat), np.int32(num_tokens))
+        self._must(self._call(sharing.truncate, np.int32(seat), np.int32(num_tokens)))
 
     def release(self, seat: int) -> None:
         """Give back all blocks of a sequence.
@@ -209,7 +211,7 @@ class BlockManager:
             ValueError: the seat is empty or out of range.
         """
         self._check_seat(seat, used=True)
-        assert self._call(sharing.release, np.int32(seat))
+        self._must(self._call(sharing.release, np.int32(seat)))
 
     def pin(self, tokens: Sequence[int], *, namespace: int = 0, until: int = FOREVER) -> int:
         """Pin the cached full blocks at the start of `tokens`; returns how many there are.
@@ -276,6 +278,11 @@ class BlockManager:
         blocks = np.zeros((columns, size), np.int32)
         blocks.reshape(-1)[: len(tokens)] = tokens
         return blocks
+
+    @staticmethod
+    def _must(ok: Any) -> None:
+        if not ok:
+            raise InvariantViolation("the block manager refused what was checked before: a bug")
 
     def _room(self) -> str:
         now = self.stats()

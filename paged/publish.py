@@ -68,8 +68,9 @@ def publish(
 
     Returns:
         `(state, tables, ok bool[])`; `ok` is False, and nothing changes, if an entry is not in
-        its table, its parent is neither a full indexed block nor the entry before it, or it would
-        add tokens to an indexed block that others hold too.
+        its table, its parent is neither a full indexed block nor the entry before it, it would
+        add tokens to an indexed block that others hold too, or its block is indexed with other
+        tokens or in another namespace.
     """
     count = jnp.asarray(count, jnp.int32)
     size = filled.seat.shape[0]
@@ -129,7 +130,13 @@ def _is_valid(
     found &= index.namespace[parent] == entries.namespace
     rooted = (entries.column == 0) | _follows(entries, live) | found
     grows = (index.num_tokens[own] > 0) & (index.num_tokens[own] < entries.num_tokens)
+    # Whoever wrote other tokens into a block that is found had to copy it first.
+    both = jnp.minimum(index.num_tokens[own], entries.num_tokens)[:, None]
+    beyond = jnp.arange(index.block_size, dtype=jnp.int32) >= both
+    same = jnp.all((index.tokens[own] == entries.tokens) | beyond, axis=1)
+    same &= index.namespace[own] == entries.namespace
     fits = (entries.num_tokens >= 1) & (entries.num_tokens <= index.block_size)
+    fits &= (index.num_tokens[own] == 0) | same
     return (own != NULL_BLOCK) & rooted & fits & ~(grows & (state.pool.ref_count[own] > 1))
 
 
@@ -217,7 +224,7 @@ def _name_one_by_one(
         return i + 1, parents, twins.at[i].set(jnp.where(live[i], found, twins[i]))
 
     _, parents, twin = jax.lax.while_loop(
-        lambda carry: any_lane((carry[0] < size) & jnp.any(live)),
+        lambda carry: any_lane(carry[0] < jnp.sum(live, dtype=jnp.int32)),
         one,
         (jnp.int32(0), names.parent, twin),
     )

@@ -97,7 +97,8 @@ def copy_on_write(
 
     Returns:
         `(state, tables, copies, ok bool[])`, copies `int32[n]`; `ok` is False, and nothing
-        changes, if a position has no block or the pool is short.
+        changes, if a seat is out of range, empty or stands twice, a position has no block or
+        indexed blocks after it, or the pool is short.
     """
     seats, positions, enabled = _seats(seats, positions, enabled=enabled)
     block_size = state.index.block_size
@@ -222,5 +223,7 @@ def _used(tables: BlockTables, seats: jax.Array) -> jax.Array:
 
 
 def _distinct(seats: jax.Array, enabled: jax.Array) -> jax.Array:
-    same = (seats[:, None] == seats[None, :]) & enabled[:, None] & enabled[None, :]
-    return ~jnp.any(jnp.triu(same, 1))
+    # What is not enabled becomes a number of its own.
+    own = jnp.where(enabled, seats, -1 - jnp.arange(seats.shape[0], dtype=jnp.int32))
+    ranked = jnp.sort(own)
+    return ~jnp.any((ranked[1:] == ranked[:-1]) & (ranked[1:] >= 0))

@@ -81,7 +81,8 @@ def init_cache(
     return CacheState(
         pool=init_pool(num_blocks),
         index=init_index(num_blocks, block_size),
-        policy=eviction_policy() if policy is None else policy,
+        # A copy, so that donating the state does not take the caller's policy.
+        policy=jax.tree.map(jnp.copy, eviction_policy() if policy is None else policy),
         history=init_history(4 * num_blocks if history_len is None else history_len),
         counters=Counters(queries=jnp.zeros(2, jnp.uint32), hits=jnp.zeros(2, jnp.uint32)),
         pin_budget=jnp.int32(pin_budget),
@@ -94,7 +95,8 @@ def acting(
     state: CacheState, *, now: jax.typing.ArrayLike, owner: jax.typing.ArrayLike = 0
 ) -> CacheState:
     """The state for what happens at time `now: int32[]` on behalf of `owner: int32[]`."""
-    return replace(state, now=jnp.asarray(now, jnp.int32), owner=jnp.asarray(owner, jnp.int32))
+    now = jnp.maximum(jnp.asarray(now, jnp.int32), 0)
+    return replace(state, now=now, owner=jnp.asarray(owner, jnp.int32))
 
 
 def count_tokens(counter: jax.Array, num_tokens: jax.Array) -> jax.Array:

@@ -405,10 +405,8 @@ class Engine:
         if ttl_seconds is not None and not ttl_seconds > 0:
             raise InvalidRequest(f"{ttl_seconds=} must be positive", param="ttl_seconds")
         self._acting(None)
-        until = FOREVER
-        if ttl_seconds is not None:
-            until = min(math.ceil(time.monotonic() - self._started + ttl_seconds), FOREVER)
-        return self._runner.pin(tokens, namespace, until)
+        until = time.monotonic() - self._started + (ttl_seconds or math.inf)
+        return self._runner.pin(tokens, namespace, math.ceil(min(until, FOREVER)))
 
     def unpin(self, prompt: Prompt, *, cache_salt: str = "") -> None:
         """End the pins of a prompt's blocks, but for those under which others are pinned.

@@ -116,12 +116,15 @@ class ModelRunner:
         self._tables = paged.init_tables(config.max_num_seqs, self.layout.blocks_per_seq)
         most = -(-config.max_decode_steps // config.block_size) + 1
         grow = partial(paged.append, max_new_blocks=most)
-        self._admit = Program("admit", paged.admit, donate=(0, 1))
+        self._admit = Program("admit", _admit, donate=(0, 1))
         self._append = Program("append", grow, donate=(0, 1))
         self._publish = Program("publish", paged.publish, donate=(0, 1))
         self._release = Program("release", paged.release, donate=(0, 1))
         self._copy = Program("copy", _copy_block, donate=(0,))
         self._stats = Program("stats", paged.stats, donate=())
+        # Seldom called, and for few sizes: compiled when they are.
+        self._pin = jax.jit(paged.pin_tokens, donate_argnums=0)
+        self._unpin = jax.jit(paged.unpin_tokens, donate_argnums=0)
 
     def _pin_budget(self) -> int:
         # The longest request always finds room once the others are gone.
@@ -146,9 +149,7 @@ class ModelRunner:
             PinBudgetExceeded: they are more than may be pinned.
         """
         blocks = _cut(tokens, self._config.block_size)
-        self._state, count, ok = paged.pin_tokens(
-            self._state, blocks, len(tokens), namespace, until
-        )
+        self._state, count, ok = self._pin(self._state, blocks, len(tokens), namespace, until)
         if not ok:
             raise paged.PinBudgetExceeded(
                 f"with this prompt more than {self._pin_budget()} blocks would be pinned "
@@ -159,7 +160,7 @@ class ModelRunner:
     def unpin(self, tokens: np.ndarray, namespace: int) -> None:
         """End the pins of a prompt's blocks."""
         blocks = _cut(tokens, self._config.block_size)
-        self._state = paged.unpin_tokens(self._state, blocks, len(tokens), namespace)
+        self._state = self._unpin(self._state, blocks, len(tokens), namespace)
 
     def admit(self, request: Request, seat: int) -> int | None:
         """Give the request a table; returns the tokens found cached, or None if it does not fit."""
@@ -206,9 +207,11 @@ class ModelRunner:
                 filled.seat[i], filled.column[i] = _seat(request), c
                 filled.num_tokens[i], filled.namespace[i] = count, request.namespace
                 filled.tokens[i, :count] = request.tokens[c * size : c * size + count]
-            self._state, self._tables, _ = self._publish(
+            self._state, self._tables, ok = self._publish(
                 1, self._state, self._tables, filled, np.int32(len(part))
             )
+            if not bool(ok):
+                raise paged.InvariantViolation("blocks that have just been filled were refused")
         for request in requests:
             request.num_published = max(request.num_published, request.num_computed // size)
 
@@ -328,10 +331,13 @@ class ModelRunner:
     def _admit_args(self, seat: int, request: Request | None = None) -> tuple:
         padded = np.zeros((self.layout.blocks_per_seq, self._config.block_size), np.int32)
         num_tokens = namespace = 0
+        resumed = False
         if request is not None:
             num_tokens, namespace = request.num_tokens, request.namespace
+            resumed = request.num_cached_tokens is not None
             padded.reshape(-1)[:num_tokens] = request.tokens[:num_tokens]
-        return np.int32(seat), padded, np.int32(num_tokens), np.int32(namespace)
+        numbers = np.int32(num_tokens), np.int32(namespace), np.bool_(resumed)
+        return np.int32(seat), padded, *numbers
 
     def _no_filled_blocks(self) -> paged.FilledBlocks:
         seat, column, num_tokens, namespace = np.zeros((4, self._max_filled), np.int32)
@@ -343,6 +349,18 @@ class ModelRunner:
     def _no_packed_rows(self, num_tokens: int) -> PackedRows:
         seat, context_len, query_len = np.zeros((3, self._num_rows(num_tokens)), np.int32)
         return PackedRows(seat=seat, context_len=context_len, query_len=query_len)
+
+
+def _admit(
+    state: paged.CacheState,
+    tables: paged.BlockTables,
+    seat: jax.Array,
+    tokens: jax.Array,
+    num_tokens: jax.Array,
+    namespace: jax.Array,
+    resumed: jax.Array,
+) -> tuple[paged.CacheState, paged.BlockTables, paged.Admission]:
+    return paged.admit(state, tables, seat, tokens, num_tokens, namespace, resumed=resumed)
 
 
 def _copy_block(kv_cache: KVCache, copies: paged.BlockCopies) -> KVCache:

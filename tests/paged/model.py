@@ -406,6 +406,11 @@ class Model:
             if not (follows or found):
                 return False
         block = seq.blocks[entry.column]
+        if block.key is not None:
+            start = entry.column * size
+            pairs = zip(block.key[1][start:], entry.tokens[start:], strict=False)
+            if block.key[0] != entry.namespace or any(a != b for a, b in pairs):
+                return False
         return refs[block] == 1 or not 0 < self._known(block) < entry.num_tokens
 
     def _known(self, block: Block) -> int:

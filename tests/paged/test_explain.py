@@ -56,6 +56,14 @@ def test_another_namespace_is_named(cached) -> None:
     assert (told.reason, told.other_namespace, told.num_other_tokens) == ("namespace", 0, 36)
 
 
+def test_a_namespace_that_holds_no_more_is_not_blamed() -> None:
+    state, tables = story(32)
+    state, tables, _ = cache_prompt(state, tables, [*PREFIX[:4], 1, 2, 3], namespace=0)
+    state, tables, _ = cache_prompt(state, tables, [*PREFIX[:4], 1, 2, 3], namespace=5)
+    assert paged.explain(state, [*PREFIX[:4], 7, 8, 9], 0).reason != "namespace"
+    assert paged.explain(state, PREFIX[:4], 9).reason == "new"
+
+
 def test_an_eviction_is_remembered_with_its_time_and_owner(cached) -> None:
     tables = paged.init_tables(4, 12)
     state = paged.acting(cached, now=77, owner=5)
@@ -63,7 +71,7 @@ def test_an_eviction_is_remembered_with_its_time_and_owner(cached) -> None:
     assert ok
     told = paged.explain(state, PREFIX, 0)
     assert (told.reason, told.num_cached_tokens) == ("evicted", 24)
-    assert (told.num_evicted_tokens, told.evicted_at, told.evicted_for) == (16, 77, 5)
+    assert (told.num_evicted_tokens, told.evicted_at, told.evicted_for) == (15, 77, 5)
     # Once it is back it hits again, whatever is remembered.
     state, _, _ = cache_prompt(state, tables, PREFIX)
     assert paged.explain(state, PREFIX, 0).reason == "whole"

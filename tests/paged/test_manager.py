@@ -90,6 +90,28 @@ def test_calls_overwrite_the_state_they_are_given() -> None:
     assert old.pool.ref_count.is_deleted()
 
 
+def test_a_block_is_never_published_under_a_second_name() -> None:
+    manager = paged.BlockManager(num_blocks=8, block_size=4, num_seqs=2, blocks_per_seq=4)
+    manager.admit(0, [1, 2, 3, 4, 5, 6, 7, 8])
+    manager.publish(0, [1, 2])
+    for tokens, namespace in (([9, 9, 9], 0), ([1, 2, 3, 4], 1)):
+        with pytest.raises(ValueError, match="other tokens or in another namespace"):
+            manager.publish(0, tokens, namespace=namespace)
+    manager.publish(0, [1, 2, 3, 4])
+    with pytest.raises(ValueError, match="other tokens"):
+        manager.publish(0, [1, 2, 3, 4, 5, 6, 7, 8], namespace=1)
+    manager.check_invariants()
+
+
+def test_two_managers_can_have_one_policy() -> None:
+    policy = paged.eviction_policy("lfu")
+    for _ in range(2):
+        manager = paged.BlockManager(
+            num_blocks=8, block_size=4, num_seqs=2, blocks_per_seq=4, policy=policy
+        )
+        manager.admit(0, [1, 2, 3])
+
+
 BAD = {
     "double free": (
         lambda: paged.decref(paged.init_pool(8), jnp.array([3], jnp.int32)),
