@@ -150,8 +150,8 @@ def bench_evict(runs: int) -> dict[str, Any]:
     }
 
 
-def _steps(num_blocks: int) -> dict[str, tuple[Callable, Callable[[], tuple]]]:
-    """Each operation, and arguments for it on a fresh state."""
+def _steps(num_blocks: int) -> dict[str, tuple[Callable, Callable, tuple]]:
+    """Each operation, one that takes it back, and what they begin with."""
     seats = jnp.arange(SEQS, dtype=jnp.int32)
     half = SEQS // 2
 
@@ -160,27 +160,30 @@ def _steps(num_blocks: int) -> dict[str, tuple[Callable, Callable[[], tuple]]]:
         lens = jnp.where(seats < rows, 8 * BLOCK, 0)
         state, tables, ok = paged.append(state, tables, lens, 8)
         assert ok
-        return jax.block_until_ready((state, tables))
+        return state, tables
 
-    grown = jnp.full(SEQS, 9 * BLOCK, jnp.int32)
-
-    def pool_and_ids() -> tuple[paged.BlockPool, jax.Array]:
-        state, tables = held(SEQS)
-        return state.pool, tables.block_ids[:, :8].reshape(-1)
-
+    nine, eight = jnp.full(SEQS, 9 * BLOCK, jnp.int32), jnp.full(SEQS, 8 * BLOCK, jnp.int32)
+    pool, ids, _ = paged.allocate(paged.init_pool(num_blocks), SEQS, SEQS)
     return {
         "allocate": (
-            lambda pool: paged.allocate(pool, SEQS, SEQS),
-            lambda: (paged.init_pool(num_blocks),),
+            lambda pool, _: paged.allocate(pool, SEQS, SEQS),
+            lambda pool, ids: (paged.decref(pool, ids)[0], ids),
+            (paged.init_pool(num_blocks), jnp.zeros(SEQS, jnp.int32)),
         ),
         "fork": (
             lambda state, tables: paged.fork(state, tables, seats[:half], seats[half:]),
-            lambda: held(half),
+            lambda state, tables: paged.release(state, tables, seats[half:])[:2],
+            held(half),
         ),
-        "decref": (lambda pool, ids: paged.decref(pool, ids), pool_and_ids),
+        "decref": (
+            lambda pool, ids: (paged.decref(pool, ids)[0], ids, jnp.bool_(True)),
+            lambda pool, _: paged.allocate(pool, SEQS, SEQS)[:2],
+            (pool, ids),
+        ),
         "append": (
-            lambda state, tables: paged.append(state, tables, grown, 1),
-            lambda: held(SEQS),
+            lambda state, tables: paged.append(state, tables, nine, 1),
+            lambda state, tables: paged.truncate(state, tables, seats, eight)[:2],
+            held(SEQS),
         ),
     }
 
@@ -191,19 +194,20 @@ def bench_pool_sizes(runs: int) -> list[dict[str, Any]]:
     small, large = _steps(SMALL), _steps(LARGE)
     for name in small:
         times: dict[int, list[float]] = {SMALL: [], LARGE: []}
-        programs = {}
+        programs, values = {}, {}
         for size, steps in ((SMALL, small), (LARGE, large)):
-            programs[size] = jax.jit(steps[name][0], donate_argnums=0)
-            jax.block_until_ready(programs[size](*steps[name][1]()))
-        originals = {size: steps[name][1]() for size, steps in ((SMALL, small), (LARGE, large))}
-        for _ in range(runs):
-            for size in (SMALL, LARGE):
-                args = jax.block_until_ready(jax.tree.map(jnp.copy, originals[size]))
+            do, undo, values[size] = steps[name]
+            programs[size] = tuple(jax.jit(f, donate_argnums=(0, 1)) for f in (do, undo))
+        for i in range(runs + 5):
+            for size, (do, undo) in programs.items():
+                jax.block_until_ready(values[size])
                 start = time.perf_counter()
-                out = jax.block_until_ready(programs[size](*args))
-                times[size].append((time.perf_counter() - start) * 1e3)
-                assert out[-1].ndim or bool(out[-1])
-        median = {size: statistics.median(values) for size, values in times.items()}
+                *value, ok = jax.block_until_ready(do(*values[size]))
+                # The first compile, and warm up.
+                times[size] += [(time.perf_counter() - start) * 1e3] if i >= 5 else []
+                assert ok
+                values[size] = undo(*value)
+        median = {size: statistics.median(took) for size, took in times.items()}
         rows.append(
             {
                 "operation": f"{name}, {SEQS} sequences, {LARGE:,} blocks",
@@ -223,7 +227,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows = [bench_match(1_024, args.runs), bench_match(131_072, args.runs)]
-    rows += [bench_evict(args.runs), *bench_pool_sizes(args.runs)]
+    rows += [bench_evict(args.runs), *bench_pool_sizes(4 * args.runs)]
     for row in rows:
         beside = (
             f"  {row['baseline']}: {row['baseline_ms']:.3f} ms, ratio {row['ratio']:.2f}"
