@@ -1,5 +1,6 @@
 """What holds for every test: CPU, strict dtype promotion, no network, compiled programs kept."""
 
+import gc
 import ipaddress
 import os
 import socket
@@ -40,6 +41,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
         hashing._mix = jnp.zeros_like
         hashing._MULTIPLIER = 1
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_of_one_module() -> Iterator[None]:
+    """Drop compiled programs after each module.
+
+    Each takes dozens of memory mappings, of which a process may have 65,530 on Linux: with those of
+    the whole suite XLA aborts. What is compiled again comes from the folder.
+    """
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 class NetworkBlocked(RuntimeError):
