@@ -28,7 +28,7 @@ from .machine import machine
 ROOT = Path(__file__).resolve().parents[2]
 
 RUNS = settings(
-    max_examples=int(os.environ.get("OCTAVO_MODEL_RUNS", "25")),
+    max_examples=int(os.environ.get("OCTAVO_MODEL_RUNS", "15")),
     stateful_step_count=int(os.environ.get("OCTAVO_MODEL_STEPS", "50")),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
