@@ -156,8 +156,8 @@ def admit(
     pool, _ = incref(state.pool, path)
     pool, fresh, _ = allocate(pool, jnp.where(ok, needed - matched, 0), max_blocks)
     resumed = jnp.asarray(resumed)
-    # A child that made room for its own copy is no longer indexed and is passed over.
     requests = state.policy.requests + (ok & ~resumed).astype(jnp.int32)
+    # A child that made room for its own copy is no longer indexed and is passed over.
     index, policy = touch(
         state.index,
         replace(state.policy, requests=requests),
