@@ -46,6 +46,7 @@ from .pool import incref as incref
 from .pool import init_pool as init_pool
 from .publish import FilledBlocks as FilledBlocks
 from .publish import publish as publish
+from .shared_prefixes import shared_prefixes as shared_prefixes
 from .sharing import copy_on_write as copy_on_write
 from .sharing import fork as fork
 from .sharing import release as release
@@ -105,6 +106,7 @@ __all__ = [
     "publish",
     "release",
     "reserve",
+    "shared_prefixes",
     "stats",
     "token_positions",
     "token_slots",

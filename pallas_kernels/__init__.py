@@ -4,6 +4,10 @@ Every op takes `implementation=None` (the platform's best) or a name, which neve
 See `octavo.pallas_kernels.layout` for the cache layout they share.
 """
 
+from .chips import CHIPS as CHIPS
+from .chips import Chip as Chip
+from .chips import Interpretation as Interpretation
+from .chips import interpret_kernels as interpret_kernels
 from .copy_blocks import copy_blocks as copy_blocks
 from .layout import NULL_BLOCK as NULL_BLOCK
 from .layout import cache_shape as cache_shape
@@ -12,16 +16,24 @@ from .layout import init_kv_cache as init_kv_cache
 from .layout import row_width as row_width
 from .merge_states import merge_states as merge_states
 from .paged_attention import paged_attention as paged_attention
+from .shared_prefix_attention import SharedPrefixes as SharedPrefixes
+from .shared_prefix_attention import shared_prefix_attention as shared_prefix_attention
 from .write_kv import write_kv as write_kv
 
 __all__ = [
+    "CHIPS",
     "NULL_BLOCK",
+    "Chip",
+    "Interpretation",
+    "SharedPrefixes",
     "cache_shape",
     "copy_blocks",
     "debug_checks",
     "init_kv_cache",
+    "interpret_kernels",
     "merge_states",
     "paged_attention",
     "row_width",
+    "shared_prefix_attention",
     "write_kv",
 ]

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import jax
+from .chips import UnsupportedChip, current_platform
 
 logger = logging.getLogger(__name__)
 
 REFERENCE = "reference"
 XLA = "xla"
+MOSAIC_GPU = "mosaic_gpu"
+MOSAIC_TPU = "mosaic_tpu"
+_ORDER = {"gpu": (MOSAIC_GPU, XLA), "tpu": (MOSAIC_TPU, XLA)}
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,15 +34,12 @@ class Op:
     Attributes:
         name: the op's public name, for messages.
         implementations: name -> function.
-        order: platform ("cpu", "gpu", "tpu") -> names, best first; a platform that is not
-            listed uses `default`.
-        default: the order elsewhere.
+        order: platform ("cpu", "gpu", "tpu") -> names, best first; XLA on any other.
     """
 
     name: str
     implementations: Mapping[str, Callable[..., Any]]
-    order: Mapping[str, tuple[str, ...]]
-    default: tuple[str, ...] = (XLA,)
+    order: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: _ORDER)
 
     def __call__(self, implementation: str | None, /, *args: Any, **kwargs: Any) -> Any:
         """Run the named implementation, or the platform's best when it is None.
@@ -49,11 +55,16 @@ class Op:
                 known = ", ".join(sorted(self.implementations))
                 raise ValueError(f"{self.name} has no {implementation=}; expected one of {known}")
             return fn(*args, **kwargs)
-        platform = jax.default_backend()
+        platform = current_platform()
         refused: list[str] = []
-        for name in self.order.get(platform, self.default):
+        for name in self.order.get(platform, (XLA,)):
+            if name not in self.implementations:
+                continue
             try:
                 return self.implementations[name](*args, **kwargs)
+            except UnsupportedChip as error:
+                refused.append(f"{name}: {error}")
+                _warn_once(f"{error}: plain XLA serves instead")
             except NotImplementedError as error:
                 refused.append(f"{name}: {error}")
                 logger.info("%s: %s cannot serve this call: %s", self.name, name, error)

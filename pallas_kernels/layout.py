@@ -111,6 +111,37 @@ def debug_check_block_ids(block_ids: jax.Array, used: jax.Array, num_blocks: int
     )
 
 
+QUANTISED_DTYPES = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
+
+
+def check_scales(
+    kv_cache: jax.Array, k_scale: jax.Array | None, v_scale: jax.Array | None
+) -> tuple[jax.Array, jax.Array] | None:
+    """The scales `float32[K]` of a quantised cache's keys and values, or None if all are 1.
+
+    Raises:
+        ValueError: one scale is given without the other, they are not `float32[K]`, the cache is
+            not quantised, or it is int8 and there are none.
+    """
+    quantised = kv_cache.dtype in QUANTISED_DTYPES
+    if k_scale is None and v_scale is None:
+        if kv_cache.dtype == jnp.int8:
+            raise ValueError("an int8 cache needs k_scale and v_scale: see `kv_scales`")
+        return None
+    if k_scale is None or v_scale is None:
+        raise ValueError("k_scale and v_scale must be given together")
+    if not quantised:
+        raise ValueError(
+            f"a cache of {kv_cache.dtype} takes no scales: int8 and float8_e4m3fn ones do"
+        )
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale.shape != kv_cache.shape[1:2] or scale.dtype != jnp.float32:
+            raise ValueError(
+                f"{name} is {scale.dtype}{list(scale.shape)}, expected float32[{kv_cache.shape[1]}]"
+            )
+    return k_scale, v_scale
+
+
 def init_kv_cache(
     num_layers: int, shape: Sequence[int], dtype: jax.typing.DTypeLike
 ) -> tuple[jax.Array, ...]:

@@ -32,6 +32,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="give all blocks one hash, in this process: a collision may cost time, nothing else",
     )
+    parser.addoption(
+        "--kernels",
+        action="store_true",
+        help="run the kernels' full matrix of cases, implementations and chips",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("kernels"):
+        left_out = [item for item in items if item.get_closest_marker("kernels")]
+        items[:] = [item for item in items if not item.get_closest_marker("kernels")]
+        config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_configure(config: pytest.Config) -> None:

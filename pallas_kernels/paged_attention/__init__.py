@@ -7,16 +7,21 @@ import math
 import jax
 import jax.numpy as jnp
 
-from ..dispatch import REFERENCE, XLA, Op
-from ..layout import check_cache, check_index_dtype, debug_check_block_ids
+from ..dispatch import MOSAIC_GPU, MOSAIC_TPU, REFERENCE, XLA, Op
+from ..layout import check_cache, check_index_dtype, check_scales, debug_check_block_ids
 from .arguments import AttentionOptions
+from .pallas import paged_attention_mosaic_gpu, paged_attention_mosaic_tpu
 from .reference import paged_attention_reference
 from .xla import paged_attention_xla
 
 _OP = Op(
     name="paged_attention",
-    implementations={REFERENCE: paged_attention_reference, XLA: paged_attention_xla},
-    order={},
+    implementations={
+        REFERENCE: paged_attention_reference,
+        XLA: paged_attention_xla,
+        MOSAIC_GPU: paged_attention_mosaic_gpu,
+        MOSAIC_TPU: paged_attention_mosaic_tpu,
+    },
 )
 
 
@@ -28,10 +33,13 @@ def paged_attention(
     query_start: jax.Array,
     *,
     max_query_len: int | None = None,
+    causal: bool = True,
     scale: float | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Causal attention of packed queries against their sequences' blocks.
@@ -55,13 +63,17 @@ def paged_attention(
             row.
         query_start: `int32[S+1]`, ascending; tokens from `query_start[S]` on are padding.
         max_query_len: static bound on queries per sequence; None means T. 1 says decode.
+        causal: False lets every query see its sequence's whole context, as queries after a
+            shared prefix see that prefix; not together with a window.
         scale: factor on the scores; None means `1/sqrt(H)`.
         sliding_window: positions a query sees, itself included; None means all.
         soft_cap: c of `c * tanh(score / c)`; None means off.
         sinks: `float32[N]` logits that take part in the softmax and carry no value; None means
             none. They count once: give them to one of several states that are merged.
-        implementation: None picks by platform; "xla" or "reference". A named one never falls
-            back.
+        k_scale, v_scale: `float32[K]` of a quantised cache (int8, float8_e4m3fn): a number
+            stands for itself times its head's scale. None means 1, which int8 refuses.
+        implementation: None picks by platform; "mosaic_gpu", "mosaic_tpu", "xla" or
+            "reference". A named one never falls back.
 
     Returns:
         `(out [T, N, H] in q's dtype, lse float32[T, N])`. lse is the natural logarithm of the
@@ -91,12 +103,18 @@ def paged_attention(
         raise ValueError(f"{max_query_len=} must be at least 1")
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"{sliding_window=} must be at least 1")
+    if sliding_window is not None and not causal:
+        raise ValueError(f"{sliding_window=} needs causal=True: it counts from a query's position")
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"{soft_cap=} must be positive")
     if sinks is not None and sinks.shape != (num_heads,):
         raise ValueError(f"{sinks.shape=} must be [N], N={num_heads}")
     if scale is None:
         scale = 1.0 / math.sqrt(head_size)
+
+    scales = check_scales(kv_cache, k_scale, v_scale)
+    if kv_cache.shape[0] and not num_tokens:
+        return jnp.zeros_like(q), jnp.zeros((0, num_heads), jnp.float32)
 
     block_size = kv_cache.shape[2]
     first_position = jnp.arange(block_tables.shape[1], dtype=jnp.int32) * block_size
@@ -108,5 +126,16 @@ def paged_attention(
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
+        causal=causal,
     )
-    return _OP(implementation, q, kv_cache, block_tables, context_lens, query_start, sinks, options)
+    if scales is None:
+        return _OP(
+            implementation, q, kv_cache, block_tables, context_lens, query_start, sinks, options
+        )
+    # Keys' scales go into the queries and values' into the result, so that no kernel knows them.
+    k_scale, v_scale = (jnp.repeat(scale, num_heads // num_kv_heads)[:, None] for scale in scales)
+    q = (q.astype(jnp.float32) * k_scale).astype(q.dtype)
+    out, lse = _OP(
+        implementation, q, kv_cache, block_tables, context_lens, query_start, sinks, options
+    )
+    return (out.astype(jnp.float32) * v_scale).astype(out.dtype), lse

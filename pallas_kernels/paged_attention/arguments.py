@@ -16,6 +16,13 @@ class AttentionOptions:
     scale: float
     sliding_window: int | None
     soft_cap: float | None
+    causal: bool = True
+
+    def query_position(
+        self, context_len: jax.Array, query_len: jax.Array, index: jax.Array
+    ) -> jax.Array:
+        """Last key position that query `index` of a sequence's `query_len` queries sees."""
+        return context_len - query_len + index if self.causal else context_len - 1
 
     def logits(self, scores: jax.Array) -> jax.Array:
         """Scale and cap raw `q . k` scores, in float32."""

@@ -26,7 +26,9 @@ def paged_attention_reference(
     owner = jnp.searchsorted(query_start[1:], token, side="right").astype(jnp.int32)
     is_padding = owner >= num_seqs
     seq = jnp.minimum(owner, num_seqs - 1)
-    query_position = context_lens[seq] - (query_start[seq + 1] - token)
+    query_position = options.query_position(
+        context_lens[seq], query_start[seq + 1] - query_start[seq], token - query_start[seq]
+    )
 
     # [S, M, K, B, ROW] -> [S, K, M*B, ROW]
     rows = kv_cache[safe_block_ids(block_tables, num_blocks)].astype(jnp.float32)

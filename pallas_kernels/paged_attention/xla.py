@@ -86,9 +86,14 @@ def paged_attention_xla(
     return _decode(result, q, kv_cache, tables, context_lens, query_start, sinks, options)
 
 
-def _gather(kv_cache: jax.Array, ids: jax.Array) -> jax.Array:
+def _product_dtype(q: jax.Array, kv_cache: jax.Array) -> jnp.dtype:
+    """The cache's dtype, or the queries' where it is quantised."""
+    return kv_cache.dtype if kv_cache.dtype.itemsize > 1 else q.dtype
+
+
+def _gather(kv_cache: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Rows `[..., K, C, ROW]` of the blocks `ids: int32[..., C/B]`."""
-    rows = jnp.moveaxis(kv_cache[ids], -4, -3)
+    rows = jnp.moveaxis(kv_cache[ids], -4, -3).astype(dtype)
     return rows.reshape(*rows.shape[:-3], rows.shape[-3] * rows.shape[-2], rows.shape[-1])
 
 
@@ -121,7 +126,8 @@ def _decode(
     is_decode = jnp.diff(query_start) == 1
     lens = jnp.where(is_decode, context_lens, 0)
     rows = q[jnp.minimum(query_start[:-1], num_tokens - 1)]
-    rows = rows.reshape(num_seqs, num_kv_heads, -1, head_size).astype(kv_cache.dtype)
+    dtype = _product_dtype(q, kv_cache)
+    rows = rows.reshape(num_seqs, num_kv_heads, -1, head_size).astype(dtype)
     # Whole rows of the cache against queries with zeros where the values are: decode waits for
     # memory, and this reads each chunk once instead of slicing it into two.
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, width - head_size)))
@@ -135,7 +141,7 @@ def _decode(
 
     def chunk(i: jax.Array, softmax: _Softmax) -> _Softmax:
         ids = jax.lax.dynamic_slice_in_dim(tables, i * chunk_blocks, chunk_blocks, axis=1)
-        kv = _gather(kv_cache, ids)
+        kv = _gather(kv_cache, ids, dtype)
         scores = jnp.einsum("skgr,skcr->skgc", rows, kv, preferred_element_type=jnp.float32)
         key_position = i * chunk_tokens + jnp.arange(chunk_tokens, dtype=jnp.int32)
         seen = options.visible(key_position[None, :], position[:, None])
@@ -174,7 +180,8 @@ def _tiles(
 
     query_lens = jnp.diff(query_start)
     tile_end = jnp.cumsum(jnp.where(query_lens > 1, -(-query_lens // tile), 0))
-    padded_q = jnp.pad(q, ((0, tile), (0, 0), (0, 0))).astype(kv_cache.dtype)
+    dtype = _product_dtype(q, kv_cache)
+    padded_q = jnp.pad(q, ((0, tile), (0, 0), (0, 0))).astype(dtype)
     padded = (
         jnp.pad(result[0], ((0, tile), (0, 0), (0, 0))),
         jnp.pad(result[1], ((0, tile), (0, 0))),
@@ -189,7 +196,9 @@ def _tiles(
         start = query_start[seq] + (i - before) * tile
         count = jnp.minimum(tile, query_start[seq + 1] - start)
         row = jnp.arange(tile, dtype=jnp.int32)
-        position = context_lens[seq] - (query_start[seq + 1] - start) + row
+        index = start - query_start[seq] + row
+        position = options.query_position(context_lens[seq], query_lens[seq], index)
+        position = jnp.broadcast_to(position, row.shape)
 
         # [tile, N, H] -> [K, tile*G, H]
         rows = jax.lax.dynamic_slice_in_dim(padded_q, start, tile, axis=0)
@@ -199,11 +208,11 @@ def _tiles(
         first = jnp.int32(0)
         if options.sliding_window is not None:
             first = jnp.maximum(position[0] - options.sliding_window + 1, 0) // chunk_tokens
-        last = -(-(position[0] + count) // chunk_tokens)
+        last = -(-(position[count - 1] + 1) // chunk_tokens)
 
         def chunk(j: jax.Array, softmax: _Softmax) -> _Softmax:
             ids = jax.lax.dynamic_slice(tables, (seq, j * chunk_blocks), (1, chunk_blocks))[0]
-            kv = _gather(kv_cache, ids)
+            kv = _gather(kv_cache, ids, dtype)
             k, v = kv[..., :head_size], kv[..., head_size : 2 * head_size]
             scores = jnp.einsum("krh,kch->krc", rows, k, preferred_element_type=jnp.float32)
             key_position = j * chunk_tokens + jnp.arange(chunk_tokens, dtype=jnp.int32)

@@ -19,7 +19,6 @@ from octavo.pallas_kernels import (
     merge_states,
     row_width,
 )
-from octavo.pallas_kernels.dispatch import Op
 
 
 def cache_of(num_blocks: int = 7) -> jax.Array:
@@ -116,26 +115,6 @@ def test_the_layout_pads_rows_on_tpu_only() -> None:
         cache_shape(1, 3, 16, 64, "cpu")
     with pytest.raises(ValueError, match="block_size=0"):
         cache_shape(4, 3, 0, 64, "cpu")
-
-
-def test_dispatch_falls_back_only_when_no_name_is_given() -> None:
-    def cannot(x: int) -> int:
-        raise NotImplementedError("too old")
-
-    op = Op(
-        name="op",
-        implementations={"fast": cannot, "xla": lambda x: x + 1},
-        order={},
-        default=("fast", "xla"),
-    )
-    assert op(None, 1) == 2
-    with pytest.raises(NotImplementedError, match="too old"):
-        op("fast", 1)
-    with pytest.raises(ValueError, match="expected one of fast, xla"):
-        op("triton", 1)
-    alone = Op(name="op", implementations={"fast": cannot}, order={}, default=("fast",))
-    with pytest.raises(NotImplementedError, match="nothing serves this call"):
-        alone(None, 1)
 
 
 def test_the_docstring_example_runs() -> None:

@@ -1,0 +1,90 @@
+"""The implementations that a kernel's tests run, and which cases each can afford."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable
+
+import jax
+import pytest
+from attention_cases import Case
+
+from octavo.pallas_kernels import interpret_kernels
+from octavo.pallas_kernels.chips import CHIPS, Interpretation
+
+JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Implementation:
+    """An implementation by name, and the chip it is interpreted as where it is a Pallas kernel."""
+
+    name: str
+    chip: str | None = None
+    mode: str = "generic"
+
+    def __str__(self) -> str:
+        return self.name if self.chip is None else f"{self.name}-{self.chip}-{self.mode}"
+
+    @property
+    def platform(self) -> str:
+        return "cpu" if self.chip is None else CHIPS[self.chip].platform
+
+    def context(self) -> contextlib.AbstractContextManager:
+        if self.chip is None:
+            return contextlib.nullcontext()
+        return interpret_kernels(Interpretation(chip=CHIPS[self.chip], mode=self.mode))
+
+    def adapt(self, case: Case) -> Case:
+        """The case in a dtype that the implementation serves."""
+        if self.platform == "gpu" and case.dtype == "float32":
+            return dataclasses.replace(case, dtype="bfloat16")
+        return case
+
+
+REFERENCE = Implementation(name="reference")
+XLA = Implementation(name="xla")
+V6E = Implementation(name="mosaic_tpu", chip="TPU v6 lite")
+V6E_RACES = Implementation(name="mosaic_tpu", chip="TPU v6 lite", mode="races")
+V4 = Implementation(name="mosaic_tpu", chip="TPU v4")
+H200 = Implementation(name="mosaic_gpu", chip="H200", mode="simulate")
+H200_RACES = Implementation(name="mosaic_gpu", chip="H200", mode="races")
+A100 = Implementation(name="mosaic_gpu", chip="A100", mode="simulate")
+B200 = Implementation(name="mosaic_gpu", chip="B200", mode="simulate")
+
+# What runs without --kernels: interpreted kernels are slow, the GPU's most of all.
+GPU_QUICK = {"decode-boundaries", "decode-unused-rows", "mixed", "not-causal", "int8", "fp8"}
+SIMULATED_QUICK = {"decode-unused-rows"}
+QUICK: dict[Implementation, set[str] | None] = {
+    REFERENCE: None,
+    XLA: None,
+    V6E: None,
+    V4: set(),
+    V6E_RACES: SIMULATED_QUICK,
+    H200: GPU_QUICK,
+    H200_RACES: set(),
+    A100: {"mixed"},
+    B200: set(),
+}
+# The simulators take seconds a call, and these take many calls' worth of blocks.
+TOO_LARGE = {"decode-long", "decode-thousands", "prefill-over-tiles", "prefill-thousands"}
+
+
+def pairs(cases: Iterable[str], known: Iterable[Implementation] = QUICK) -> list:
+    """(implementation, case) parameters; those for --kernels only carry its mark."""
+    params = []
+    for implementation in known:
+        quick = QUICK[implementation]
+        for case in cases:
+            marks = []
+            if quick is not None and case not in quick:
+                marks.append(pytest.mark.kernels)
+            if implementation.mode == "races" and case in TOO_LARGE:
+                continue
+            if implementation.platform == "gpu" and JAX_VERSION < (0, 12):
+                marks.append(pytest.mark.skip(reason="JAX 0.12 interprets GPU kernels"))
+            params.append(
+                pytest.param(implementation, case, id=f"{implementation}-{case}", marks=marks)
+            )
+    return params

@@ -1,0 +1,104 @@
+"""Cascade attention against `paged_attention`, and that shared blocks are read once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from octavo.paged import shared_prefixes
+from octavo.pallas_kernels import paged_attention, row_width, shared_prefix_attention
+
+from .implementations import H200, V6E, XLA, Implementation, pairs
+
+K, G, H, B = 2, 2, 64, 16
+# Context lengths, and how many leading blocks sequence s has in common with sequence t < s.
+CASES: dict[str, tuple[tuple[int, ...], dict[int, tuple[int, int]]]] = {
+    "all-share": ((90, 70, 65, 200), {1: (0, 4), 2: (0, 4), 3: (0, 4)}),
+    "two-groups": ((90, 70, 65, 200, 130), {1: (0, 4), 3: (2, 3), 4: (2, 3)}),
+    "none": ((90, 70, 0, 16), {}),
+    "some-unused": ((0, 90, 0, 95, 1), {3: (1, 5)}),
+    "ends-with-the-prefix": ((65, 65, 66), {1: (0, 4), 2: (0, 4)}),
+}
+
+
+def batch(name: str, platform: str) -> tuple[jax.Array, ...]:
+    lens, shares = CASES[name]
+    rng = np.random.default_rng(3)
+    tables = 1 + rng.permutation(len(lens) * 14).astype(np.int32).reshape(len(lens), 14)
+    for s, (t, blocks) in shares.items():
+        tables[s, :blocks] = tables[t, :blocks]
+    cache = np.full((len(lens) * 14 + 1, K, B, row_width(H, platform)), np.nan, np.float32)
+    used = {0} | {b for s, n in enumerate(lens) for b in tables[s, : -(-n // B)]}
+    cache[sorted(used)] = rng.normal(size=(len(used), *cache.shape[1:]))
+    cache[0] = 0
+    q = jnp.asarray(rng.normal(size=(len(lens), K * G, H)), jnp.float32)
+    return q, jnp.asarray(cache), jnp.asarray(tables), jnp.array(lens, jnp.int32)
+
+
+def cascade(args: tuple[jax.Array, ...], implementation: Implementation, **options):
+    @jax.jit
+    def run(q, cache, tables, lens, true_tables):
+        prefixes = shared_prefixes(true_tables, lens, B)
+        # Only a leader's table may be asked for what its group shares.
+        seq = jnp.arange(len(lens), dtype=jnp.int32)
+        leads = jnp.isin(seq, jnp.where(prefixes.group_blocks > 0, prefixes.leader, -1))
+        column = jnp.arange(tables.shape[1], dtype=jnp.int32)
+        hidden = (column < prefixes.num_blocks[:, None]) & ~leads[:, None]
+        tables = jnp.where(hidden, 10**6, tables)
+        name = implementation.name
+        return shared_prefix_attention(
+            q, cache, tables, lens, prefixes, implementation=name, **options
+        )
+
+    with implementation.context():
+        return jax.block_until_ready(run(*args, args[2]))
+
+
+@pytest.mark.parametrize("options", [{}, {"soft_cap": 3.0, "scale": 0.2}, {"sinks": True}])
+@pytest.mark.parametrize(("implementation", "name"), pairs(CASES, (XLA, V6E, H200)))
+def test_equals_attention_without_sharing(
+    name: str, options: dict, implementation: Implementation
+) -> None:
+    args = batch(name, implementation.platform)
+    tolerance = 2e-5
+    if implementation.platform == "gpu":
+        args = (args[0].astype(jnp.bfloat16), args[1].astype(jnp.bfloat16), *args[2:])
+        tolerance = 2e-2
+    if options.get("sinks"):
+        options = {"sinks": jnp.linspace(-2, 2, K * G)}
+    start = jnp.arange(len(args[3]) + 1, dtype=jnp.int32)
+    want = paged_attention(*args, start, max_query_len=1, implementation="reference", **options)
+    got = cascade(args, implementation, **options)
+    for a, b in zip(got, want, strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        np.testing.assert_allclose(a, b, atol=tolerance, rtol=tolerance)
+
+
+def test_quantised_caches_are_scaled_in_both_passes() -> None:
+    q, cache, tables, lens = batch("two-groups", "cpu")
+    scale = jnp.array([0.05, 0.02])
+    codes = jnp.round(jnp.nan_to_num(cache) / 0.05).clip(-127, 127)
+    start = jnp.arange(len(lens) + 1, dtype=jnp.int32)
+    exact = codes * jnp.repeat(jnp.stack([scale, 2 * scale]).T, H, axis=1)[None, :, None]
+    want = paged_attention(q, exact, tables, lens, start, max_query_len=1)
+    args = (q, codes.astype(jnp.int8), tables, lens)
+    got = cascade(args, XLA, k_scale=scale, v_scale=2 * scale)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5)
+
+
+def test_bad_arguments_are_named() -> None:
+    q, cache, tables, lens = batch("all-share", "cpu")
+    prefixes = shared_prefixes(tables, lens, B)
+    with pytest.raises(ValueError, match=r"q.shape"):
+        shared_prefix_attention(q[:2], cache, tables, lens, prefixes)
+    with pytest.raises(ValueError, match=r"prefixes.leader has shape"):
+        short = dataclasses.replace(prefixes, leader=prefixes.leader[:1])
+        shared_prefix_attention(q, cache, tables, lens, short)
+    with pytest.raises(ValueError, match=r"prefixes.order has dtype int16"):
+        wrong = dataclasses.replace(prefixes, order=prefixes.order.astype(jnp.int16))
+        shared_prefix_attention(q, cache, tables, lens, wrong)
