@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..paged import PagedBatch
-from ..pallas_kernels import paged_attention, write_kv
+from ..paged import PagedBatch, cached_attention
 from .config import LlamaConfig
 from .rope import apply_rope, rope_angles
 
@@ -87,15 +86,8 @@ class LlamaLayer(nnx.Module):
             q = rms_norm(q, self.q_norm[...], config.rms_norm_eps)
             k = rms_norm(k, self.k_norm[...], config.rms_norm_eps)
         q, k = apply_rope(q, *angles), apply_rope(k, *angles)
-        kv_cache = write_kv(kv_cache, k, v, batch.slots)
-        out, _ = paged_attention(
-            q,
-            kv_cache,
-            batch.block_tables,
-            batch.context_lens,
-            batch.query_start,
-            max_query_len=batch.max_query_len,
-            sliding_window=config.sliding_window,
+        out, kv_cache = cached_attention(
+            q, k, v, kv_cache, batch, sliding_window=config.sliding_window
         )
         return _linear(out.reshape(x.shape[0], -1), self.out[...], self.out_bias, 3), kv_cache
 

@@ -6,7 +6,9 @@ search and parallel sampling.
 
 from .advice import Advice as Advice
 from .advice import advise as advise
+from .attention import cached_attention as cached_attention
 from .batch import PagedBatch as PagedBatch
+from .batch import packed_batch as packed_batch
 from .batch import token_positions as token_positions
 from .batch import token_slots as token_slots
 from .cache import Admission as Admission
@@ -87,6 +89,7 @@ __all__ = [
     "advise",
     "allocate",
     "append",
+    "cached_attention",
     "check_invariants",
     "copy_on_write",
     "decref",
@@ -100,6 +103,7 @@ __all__ = [
     "longest_child",
     "match",
     "namespace_use",
+    "packed_batch",
     "pin_namespace",
     "pin_sequence",
     "pin_tokens",

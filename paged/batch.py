@@ -35,6 +35,39 @@ class PagedBatch:
     max_query_len: int
 
 
+def packed_batch(
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    query_lens: jax.Array,
+    *,
+    num_tokens: int,
+    block_size: int,
+) -> tuple[PagedBatch, jax.Array]:
+    """The metadata of a step that computes the last tokens of each sequence, packed.
+
+    Args:
+        block_tables: `int32[S, M]` with room for the step's tokens.
+        context_lens: `int32[S]`, the step's own tokens included; 0 for an unused row.
+        query_lens: `int32[S]` tokens of each sequence in this step; 0 for an unused row.
+        num_tokens: T, static; what exceeds the sum of the query lengths is padding.
+        block_size: slots per block.
+
+    Returns:
+        `(batch, positions int32[T])`; the batch asks for the logits of each sequence's last token.
+    """
+    start = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(query_lens, dtype=jnp.int32)])
+    seq, position, live = token_positions(context_lens, start, num_tokens)
+    batch = PagedBatch(
+        block_tables=block_tables,
+        context_lens=context_lens,
+        query_start=start,
+        slots=token_slots(block_tables, seq, position, live, block_size),
+        logit_rows=jnp.maximum(start[1:] - 1, 0),
+        max_query_len=num_tokens,
+    )
+    return batch, position
+
+
 def token_positions(
     context_lens: jax.Array, query_start: jax.Array, num_tokens: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

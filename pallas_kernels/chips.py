@@ -151,11 +151,13 @@ def require_chip(platform: str) -> Chip:
     """The chip that is being traced for, which must be of this platform.
 
     Raises:
-        UnsupportedChip: it is of another, or unknown.
+        UnsupportedChip: it is of another, unknown, or a GPU that is too old.
     """
     chip = current_chip()
     if chip.platform != platform:
         raise UnsupportedChip(f"this kernel is for a {platform.upper()}, not for {chip.name}")
+    if platform == "gpu" and chip.arch < (8, 0):
+        raise UnsupportedChip(f"{chip.name} is older than sm_80, which the GPU kernels need")
     return chip
 
 

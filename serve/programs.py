@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from ..models import Llama
-from ..paged import PagedBatch, token_positions, token_slots
+from ..paged import PagedBatch, packed_batch, token_slots
 from .program import Program
 from .sampling import SamplingRows, sample
 
@@ -89,19 +89,12 @@ class ModelSteps:
         sampling: SamplingRows,
     ) -> tuple[jax.Array, KVCache]:
         """Compute packed `tokens: int32[T]`; returns each row's next token `int32[R]`."""
-        start = jnp.concatenate(
-            [jnp.zeros(1, jnp.int32), jnp.cumsum(rows.query_len, dtype=jnp.int32)]
-        )
-        context_len = jnp.asarray(rows.context_len)
-        seq, position, live = token_positions(context_len, start, tokens.shape[0])
-        tables = block_ids[rows.seat]
-        batch = PagedBatch(
-            block_tables=tables,
-            context_lens=context_len,
-            query_start=start,
-            slots=token_slots(tables, seq, position, live, self._block_size),
-            logit_rows=jnp.maximum(start[1:] - 1, 0),
-            max_query_len=tokens.shape[0],
+        batch, position = packed_batch(
+            block_ids[rows.seat],
+            jnp.asarray(rows.context_len),
+            jnp.asarray(rows.query_len),
+            num_tokens=tokens.shape[0],
+            block_size=self._block_size,
         )
         logits, kv_cache = self._model(weights)(tokens, position, kv_cache, batch)
         return sample(logits, sampling), kv_cache

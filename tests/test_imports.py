@@ -83,6 +83,7 @@ def layer_violations(root: Path) -> list[str]:
 def dependency_violations(root: Path) -> list[str]:
     """Imports of third-party modules that the folder may not use or that nothing declares."""
     distributions = metadata.packages_distributions()
+    shared = {path.stem for path in (root / "benchmarks").glob("*.py")}
     found = []
     for folder in (*LAYERS, "tests", "benchmarks"):
         declared = set().union(*(requirements(extra) for extra in EXTRAS.get(folder, ())))
@@ -98,6 +99,8 @@ def dependency_violations(root: Path) -> list[str]:
                     allowed = bool(providers & declared) or module in UNDECLARED
                     # Reference data and comparisons come from other libraries; nothing else does.
                     allowed |= folder == "benchmarks" and module in PEERS
+                    # The kernels' cases, which tests and benchmarks have in common.
+                    allowed |= folder in ("tests", "benchmarks") and module in shared
                 if not allowed:
                     found.append(f"{path.relative_to(root)}:{line}: {folder} may not import {name}")
     return found

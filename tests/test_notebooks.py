@@ -13,7 +13,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.py"))
 
 
 def test_every_notebook_has_a_test() -> None:
-    assert [path.stem for path in NOTEBOOKS] == ["prefix_reuse"]
+    assert [path.stem for path in NOTEBOOKS] == ["own_model", "prefix_reuse"]
 
 
 def test_the_prefix_is_paid_for_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,3 +27,13 @@ def test_the_prefix_is_paid_for_once(capsys: pytest.CaptureFixture[str]) -> None
     assert "another model, adapter, cache type or tenant shares nothing" in out
     prompt, computed = map(int, re.findall(r"^(?:prompt tokens|computed) +(\d+)$", out, re.M))
     assert computed < 0.5 * prompt
+
+
+def test_a_model_of_ones_own_equals_its_unpaged_twin(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(FOLDER / "own_model.py"))
+    out = capsys.readouterr().out
+    errors = re.findall(r"^150 tokens, (\d+) cached: off by ([\de.-]+)$", out, re.M)
+    assert [cached for cached, _ in errors] == ["0", "120"]
+    assert all(float(error) < 1e-5 for _, error in errors)
+    assert out.count("equal to the unpaged model's: True") == 2
+    assert "active blocks after both are released: 0" in out

@@ -18,7 +18,7 @@ from octavo.models.config import LlamaConfig, RopeScaling
 from octavo.models.llama import Llama
 from octavo.models.safetensors_io import SafetensorsSource, read_json_object
 from octavo.models.weights import build_model
-from octavo.paged import PagedBatch, token_positions, token_slots
+from octavo.paged import packed_batch
 from octavo.pallas_kernels import cache_shape, init_kv_cache
 
 HERE = Path(__file__).resolve().parent
@@ -74,16 +74,14 @@ def run(model: Llama, ids: np.ndarray) -> np.ndarray:
         tokens[:chunk_len] = ids[done : done + chunk_len]
         done += chunk_len
         context_lens = jnp.asarray([done], jnp.int32)
-        query_start = jnp.asarray([0, chunk_len], jnp.int32)
-        seq, position, live = token_positions(context_lens, query_start, PADDED_LEN)
-        batch = PagedBatch(
-            block_tables=tables,
-            context_lens=context_lens,
-            query_start=query_start,
-            slots=token_slots(tables, seq, position, live, BLOCK_SIZE),
-            logit_rows=jnp.arange(PADDED_LEN, dtype=jnp.int32),
-            max_query_len=PADDED_LEN,
+        batch, position = packed_batch(
+            tables,
+            context_lens,
+            jnp.asarray([chunk_len], jnp.int32),
+            num_tokens=PADDED_LEN,
+            block_size=BLOCK_SIZE,
         )
+        batch = replace(batch, logit_rows=jnp.arange(PADDED_LEN, dtype=jnp.int32))
         with jax.default_matmul_precision("highest"):
             chunk, kv_cache = model(jnp.asarray(tokens), position, kv_cache, batch)
         logits.append(np.asarray(chunk)[:chunk_len])

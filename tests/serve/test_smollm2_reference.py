@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 from flax import nnx
 
 from octavo.models import LoadedModel
-from octavo.paged import PagedBatch, token_positions, token_slots
+from octavo.paged import packed_batch
 from octavo.pallas_kernels import cache_shape, init_kv_cache
 from octavo.serve import Engine, SamplingParams
 
@@ -34,16 +35,14 @@ def logits_of(smollm2: LoadedModel):
     @jax.jit
     def chunk(model_state, tokens, context_len, query_len, cache):
         model = nnx.merge(graphdef, model_state)
-        start = jnp.stack([jnp.int32(0), query_len])
-        seq, position, live = token_positions(context_len[None], start, CHUNK)
-        batch = PagedBatch(
-            block_tables=jnp.asarray(table),
-            context_lens=context_len[None],
-            query_start=start,
-            slots=token_slots(jnp.asarray(table), seq, position, live, BLOCK_SIZE),
-            logit_rows=jnp.arange(CHUNK),
-            max_query_len=CHUNK,
+        batch, position = packed_batch(
+            jnp.asarray(table),
+            context_len[None],
+            query_len[None],
+            num_tokens=CHUNK,
+            block_size=BLOCK_SIZE,
         )
+        batch = dataclasses.replace(batch, logit_rows=jnp.arange(CHUNK))
         return model(tokens, position, cache, batch)
 
     def run(prompt: np.ndarray) -> np.ndarray:

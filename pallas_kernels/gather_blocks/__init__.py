@@ -1,0 +1,137 @@
+"""Packing whole blocks into one array and back: what a transfer to another tier moves."""
+
+from __future__ import annotations
+
+import jax
+
+from ..chips import require_chip
+from ..dispatch import MOSAIC_GPU, MOSAIC_TPU, REFERENCE, XLA, Op
+from ..layout import NULL_BLOCK, check_index_dtype, debug_check_block_ids, safe_block_ids
+from .reference import gather_blocks_reference, scatter_blocks_reference
+from .targets import distinct_targets
+from .xla import gather_blocks_xla, scatter_blocks_xla
+
+
+# Mosaic is imported when it is called: importing octavo must not.
+def _gather_mosaic_gpu(kv_cache: jax.Array, block_ids: jax.Array) -> jax.Array:
+    require_chip("gpu")
+    from .mosaic_gpu import gather_blocks_mosaic_gpu
+
+    return gather_blocks_mosaic_gpu(kv_cache, block_ids)
+
+
+def _gather_mosaic_tpu(kv_cache: jax.Array, block_ids: jax.Array) -> jax.Array:
+    require_chip("tpu")
+    from .mosaic_tpu import gather_blocks_mosaic_tpu
+
+    return gather_blocks_mosaic_tpu(kv_cache, block_ids)
+
+
+def _scatter_mosaic_gpu(kv_cache: jax.Array, block_ids: jax.Array, blocks: jax.Array) -> jax.Array:
+    require_chip("gpu")
+    from .mosaic_gpu import scatter_blocks_mosaic_gpu
+
+    return scatter_blocks_mosaic_gpu(kv_cache, block_ids, blocks)
+
+
+def _scatter_mosaic_tpu(kv_cache: jax.Array, block_ids: jax.Array, blocks: jax.Array) -> jax.Array:
+    require_chip("tpu")
+    from .mosaic_tpu import scatter_blocks_mosaic_tpu
+
+    return scatter_blocks_mosaic_tpu(kv_cache, block_ids, blocks)
+
+
+_GATHER = Op(
+    name="gather_blocks",
+    implementations={
+        REFERENCE: gather_blocks_reference,
+        XLA: gather_blocks_xla,
+        MOSAIC_GPU: _gather_mosaic_gpu,
+        MOSAIC_TPU: _gather_mosaic_tpu,
+    },
+)
+_SCATTER = Op(
+    name="scatter_blocks",
+    implementations={
+        REFERENCE: scatter_blocks_reference,
+        XLA: scatter_blocks_xla,
+        MOSAIC_GPU: _scatter_mosaic_gpu,
+        MOSAIC_TPU: _scatter_mosaic_tpu,
+    },
+)
+
+
+def gather_blocks(
+    kv_cache: jax.Array, block_ids: jax.Array, *, implementation: str | None = None
+) -> jax.Array:
+    """Pack blocks into one array, in the order of their ids.
+
+    The null block's id is padding and gives the null block, zeros. An id outside `[0, P)` is an
+    error in debug mode and otherwise gives the null block too.
+
+    Args:
+        kv_cache: `[P, K, B, ROW]`.
+        block_ids: `int32[n]`; an id may occur more than once.
+        implementation: None picks by platform; "mosaic_gpu", "mosaic_tpu", "xla" or
+            "reference". A named one never falls back.
+
+    Returns:
+        The blocks, `[n, K, B, ROW]`.
+
+    Raises:
+        ValueError: the cache is not `[P, K, B, ROW]`, or `block_ids` is not `int32[n]`.
+        NotImplementedError: the named implementation cannot serve this call.
+    """
+    _check(kv_cache, block_ids)
+    if block_ids.shape[0] == 0:
+        return kv_cache[:0]
+    return _GATHER(implementation, kv_cache, safe_block_ids(block_ids, kv_cache.shape[0]))
+
+
+def scatter_blocks(
+    kv_cache: jax.Array,
+    block_ids: jax.Array,
+    blocks: jax.Array,
+    *,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Put packed blocks into the cache: the inverse of `gather_blocks`.
+
+    The null block's id is padding and writes nothing. An id outside `[0, P)` is an error in debug
+    mode and is otherwise dropped. Of blocks with one id the last stays.
+
+    Args:
+        kv_cache: `[P, K, B, ROW]`, donated by callers that want no copy of the cache.
+        block_ids: `int32[n]`.
+        blocks: `[n, K, B, ROW]` of the cache's dtype.
+        implementation: None picks by platform; "mosaic_gpu", "mosaic_tpu", "xla" or
+            "reference". A named one never falls back.
+
+    Returns:
+        The cache, `[P, K, B, ROW]`.
+
+    Raises:
+        ValueError: the cache is not `[P, K, B, ROW]`, `block_ids` is not `int32[n]`, or `blocks`
+            has not the shape and dtype of that many blocks.
+        NotImplementedError: the named implementation cannot serve this call.
+    """
+    _check(kv_cache, block_ids)
+    shape = (*block_ids.shape, *kv_cache.shape[1:])
+    if blocks.shape != shape or blocks.dtype != kv_cache.dtype:
+        raise ValueError(
+            f"blocks is {blocks.dtype}{list(blocks.shape)}, expected {kv_cache.dtype}{list(shape)}"
+        )
+    if block_ids.shape[0] == 0:
+        return kv_cache
+    return _SCATTER(
+        implementation, kv_cache, distinct_targets(block_ids, kv_cache.shape[0]), blocks
+    )
+
+
+def _check(kv_cache: jax.Array, block_ids: jax.Array) -> None:
+    if kv_cache.ndim != 4:
+        raise ValueError(f"{kv_cache.shape=} must be [P, K, B, ROW]")
+    if block_ids.ndim != 1:
+        raise ValueError(f"{block_ids.shape=} must be a vector")
+    check_index_dtype(block_ids=block_ids)
+    debug_check_block_ids(block_ids, block_ids != NULL_BLOCK, kv_cache.shape[0])

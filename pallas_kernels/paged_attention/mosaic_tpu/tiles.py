@@ -1,0 +1,454 @@
+"""Prefill and mixed batches on TPU: tiles of queries against chunks of keys."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ...chips import current_chip, interpret_argument
+from ..arguments import AttentionOptions
+from .knobs import TilesKnobs, default_tiles_knobs
+from .rows import RowParts
+
+_LOG2_E = math.log2(math.e)
+# Finite, so that a row that has seen no key yet has differences that are numbers.
+_NO_PEAK = -1e30
+
+
+class _Plan(NamedTuple):
+    """Static sizes of one call.
+
+    pack: heads of one 32-bit word of a packed query row.
+    """
+
+    tile: int
+    pack: int
+    block_size: int
+    pages: int
+    sub_pages: int
+    lanes: int
+    causal: bool
+
+
+def tiles(
+    q: jax.Array,
+    kv_cache: jax.Array,
+    tables: jax.Array,
+    context_lens: jax.Array,
+    query_start: jax.Array,
+    sinks: jax.Array | None,
+    options: AttentionOptions,
+    *,
+    knobs: TilesKnobs | None = None,
+    profile: tuple[int, int] | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    num_tokens, num_heads, head_size = q.shape
+    _, num_kv_heads, block_size, width = kv_cache.shape
+    groups = num_heads // num_kv_heads
+    chip = current_chip()
+    if knobs is None:
+        knobs = default_tiles_knobs(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            block_size=block_size,
+            row_width=width,
+            itemsize=kv_cache.dtype.itemsize,
+            max_query_len=options.max_query_len,
+            chip=chip,
+        )
+    parts = RowParts.of(kv_cache, head_size)
+    pack = 2 if parts.product_dtype == jnp.bfloat16 and groups % 2 == 0 and num_heads % 16 == 0 else 1
+    pages = max(1, knobs.chunk_tokens // block_size)
+    sub_pages = max(1, min(pages, knobs.masked_tokens // block_size))
+    pages = pages // sub_pages * sub_pages
+    tile = knobs.tile_queries
+    rows = tile * groups
+    plan = _Plan(
+        tile=tile,
+        pack=pack,
+        block_size=block_size,
+        pages=pages,
+        sub_pages=sub_pages,
+        lanes=min(rows, knobs.lanes),
+        causal=options.causal,
+    )
+    word_dtype = jnp.bfloat16 if pack == 2 else jnp.float32
+    words = q.astype(word_dtype)
+    words = jnp.pad(words, ((0, 0), (0, 0), (0, parts.key_width - head_size)))
+    scalars, row_of_token = _tile_list(
+        context_lens, query_start, num_tokens, tile, block_size, options
+    )
+    num_tiles = scalars.shape[1]
+    row_sinks = jnp.full((num_kv_heads, groups // pack, pack), -jnp.inf, jnp.float32)
+    if sinks is not None:
+        row_sinks = sinks.astype(jnp.float32).reshape(row_sinks.shape)
+    row_sinks = jnp.broadcast_to(
+        row_sinks[:, :, None, :], (num_kv_heads, groups // pack, tile, pack)
+    ).reshape(num_kv_heads, 1, rows)
+
+    def table_of(later: int) -> pl.BlockSpec:
+        def index(i: Any, scalars_ref: Any) -> tuple[Any, int, int]:
+            return scalars_ref[0, jnp.minimum(i + later, num_tiles - 1)], 0, 0
+
+        return pl.BlockSpec((None, 1, tables.shape[1]), index, memory_space=pltpu.SMEM)
+
+    chunk = pages * block_size
+    out, lse = pl.pallas_call(
+        functools.partial(
+            _kernel, options=options, parts=parts, plan=plan, num_tiles=num_tiles, profile=profile
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(num_tiles,),
+            in_specs=[
+                table_of(0),
+                table_of(1),
+                pl.BlockSpec((num_kv_heads, 1, rows), lambda i, _: (0, 0, 0)),
+                pl.BlockSpec(memory_space=pl.ANY),
+                pl.BlockSpec(memory_space=pl.ANY),
+            ],
+            out_specs=[
+                pl.BlockSpec(memory_space=pl.ANY),
+                pl.BlockSpec((None, num_kv_heads, 1, rows), lambda i, _: (i, 0, 0, 0)),
+            ],
+            scratch_shapes=[
+                pltpu.VMEM((2, tile, num_heads, parts.key_width), word_dtype),
+                pltpu.VMEM((tile, num_heads, parts.key_width), word_dtype),
+                pltpu.VMEM((num_kv_heads, rows, parts.key_width), parts.product_dtype),
+                pltpu.VMEM((2, num_kv_heads, chunk, width), kv_cache.dtype),
+                pltpu.VMEM((num_kv_heads, 1, rows), jnp.float32),
+                pltpu.VMEM((num_kv_heads, 1, rows), jnp.float32),
+                pltpu.VMEM((num_kv_heads, head_size, rows), jnp.float32),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SemaphoreType.DMA(()),
+                pltpu.SMEM((1,), jnp.int32),
+            ],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct(words.shape, word_dtype),
+            jax.ShapeDtypeStruct((num_tiles, num_kv_heads, 1, rows), jnp.float32),
+        ],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",), vmem_limit_bytes=chip.local_bytes * 3 // 4
+        ),
+        interpret=interpret_argument(),
+        name="paged_tiles",
+    )(scalars, tables[:, None, :], tables[:, None, :], row_sinks, words, kv_cache)
+    lse = lse.reshape(num_tiles, num_kv_heads, groups // pack, tile, pack)
+    lse = lse.transpose(0, 3, 1, 2, 4).reshape(num_tiles * tile, num_heads)
+    return out[..., :head_size].astype(q.dtype), lse[row_of_token]
+
+
+def _tile_list(
+    context_lens: jax.Array,
+    query_start: jax.Array,
+    num_tokens: int,
+    tile: int,
+    block_size: int,
+    options: AttentionOptions,
+) -> tuple[jax.Array, jax.Array]:
+    """The tiles as `int32[6, NT]` (see `_kernel`), and the row of the tiles of each token."""
+    num_seqs = context_lens.shape[0]
+    query_lens = jnp.diff(query_start)
+    per_seq = jnp.where(query_lens > 1, -(-query_lens // tile), 0)
+    end = jnp.cumsum(per_seq)
+    owners = min(num_seqs, max(num_tokens // 2, 1))
+    bound = min(
+        (num_tokens + owners * (tile - 1)) // tile, owners * -(-options.max_query_len // tile)
+    )
+    index = jnp.arange(max(bound, 1), dtype=jnp.int32)
+    seq = jnp.searchsorted(end, index, side="right").astype(jnp.int32)
+    used = seq < num_seqs
+    seq = jnp.minimum(seq, num_seqs - 1)
+    offset = (index - (end - per_seq)[seq]) * tile
+    count = jnp.where(used, jnp.minimum(tile, query_lens[seq] - offset), 0)
+    seen = options.query_position(context_lens[seq], query_lens[seq], offset)
+    last = seen + count if options.causal else seen + 1
+    first = jnp.zeros_like(seen)
+    if options.sliding_window is not None:
+        first = jnp.maximum(seen - options.sliding_window + 1, 0) // block_size
+    blocks = jnp.where(used, -(-last // block_size) - first, 0)
+    scalars = jnp.stack([seq, query_start[seq] + offset, count, seen, first, blocks])
+
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    owner = jnp.searchsorted(query_start[1:], token, side="right").astype(jnp.int32)
+    owner = jnp.minimum(owner, num_seqs - 1)
+    row = (end - per_seq)[owner] * tile + token - query_start[owner]
+    return scalars.astype(jnp.int32), jnp.clip(row, 0, index.shape[0] * tile - 1)
+
+
+def _kernel(
+    scalars_ref,  # int32[6, NT]: sequence, token, count, last key of query 0, first block, blocks
+    table_ref,  # SMEM int32[1, M]
+    next_table_ref,  # SMEM int32[1, M], of the next tile
+    sinks_ref,  # float32[K, 1, R]
+    q_ref,  # HBM [T, N, W]
+    kv_ref,  # HBM [P, K, B, ROW]
+    out_ref,  # HBM [T, N, W]
+    lse_ref,  # float32[K, 1, R]
+    q_buffer_ref,  # [2, tile, N, W]
+    out_buffer_ref,  # [tile, N, W]
+    rows_ref,  # [K, R, W]: queries of a KV head, R = G/pack x tile x pack
+    buffer_ref,  # [2, K, C, ROW]
+    peak_ref,  # float32[K, 1, R]
+    total_ref,  # float32[K, 1, R]
+    acc_ref,  # float32[K, H, R]
+    kv_semaphores,  # DMA[2]
+    q_semaphores,  # DMA[2]
+    out_semaphore,  # DMA
+    parity_ref,  # SMEM int32[1]: which half of the buffer the next chunk is in
+    *,
+    options: AttentionOptions,
+    parts: RowParts,
+    plan: _Plan,
+    num_tiles: int,
+    profile: tuple[int, int] | None,
+):
+    i = pl.program_id(0)
+    tile, pack, block_size, pages, sub_pages, lanes, causal = plan
+    num_kv_heads, head_size, num_rows = acc_ref.shape
+    chunk = pages * block_size
+    sub_chunk = sub_pages * block_size
+    _, token, count, seen, first, blocks = (scalars_ref[row, i] for row in range(6))
+    following = jnp.minimum(i + 1, num_tiles - 1)
+    has_following = (i + 1 < num_tiles) & (scalars_ref[2, following] > 0)
+    num_chunks = pl.cdiv(blocks, pages)
+
+    # Copies.
+
+    def copy_block(ids_ref: Any, column: Any, half: Any, page: Any) -> Any:
+        slots = pl.ds(pl.multiple_of(page * block_size, block_size), block_size)
+        return pltpu.make_async_copy(
+            kv_ref.at[ids_ref[0, column + page]],
+            buffer_ref.at[half, :, slots],
+            kv_semaphores.at[half],
+        )
+
+    def fetch(ids_ref: Any, column: Any, half: Any, number: Any) -> None:
+        """Start copying `number` blocks, from a column of a table into half of the buffer."""
+
+        def one(page: Any, carry: None) -> None:
+            copy_block(ids_ref, column, half, page).start()
+
+        # 0 x NaN is NaN: what a masked step reads past the copied blocks must be finite.
+        @pl.when(number % sub_pages > 0)
+        def _() -> None:
+            slots = pl.ds(pl.multiple_of(number // sub_pages * sub_chunk, sub_chunk), sub_chunk)
+            shape = (num_kv_heads, sub_chunk, buffer_ref.shape[3])
+            buffer_ref[half, :, slots] = jnp.zeros(shape, buffer_ref.dtype)
+
+        @pl.when(number < pages)
+        def _() -> None:
+            jax.lax.fori_loop(0, number, one, None)
+
+        @pl.when(number == pages)
+        def _() -> None:
+            for page in range(pages):
+                one(page, None)
+
+    def wait_blocks(half: Any, number: Any) -> None:
+        @pl.when(number == pages)
+        def _() -> None:
+            whole = buffer_ref.at[half]
+            pltpu.make_async_copy(whole, whole, kv_semaphores.at[half]).wait()
+
+        @pl.when(number < pages)
+        def _() -> None:
+            def one(page: Any, carry: None) -> None:
+                copy_block(table_ref, 0, half, 0).wait()
+
+            jax.lax.fori_loop(0, number, one, None)
+
+    def by_size(number: Any, do: Any) -> None:
+        """`do(offset, size)` for static sizes that make up `number` rows."""
+        for bit in range(tile.bit_length()):
+
+            @pl.when((number >> bit) & 1 == 1)
+            def _(bit: int = bit) -> None:
+                do((number >> (bit + 1)) << (bit + 1), 1 << bit)
+
+    def copy_q(tile_index: Any, half: Any, start: bool) -> None:
+        def do(offset: Any, size: int) -> None:
+            source = scalars_ref[1, tile_index] + offset
+            copy = pltpu.make_async_copy(
+                q_ref.at[pl.ds(source, size)],
+                q_buffer_ref.at[half, pl.ds(offset, size)],
+                q_semaphores.at[half],
+            )
+            copy.start() if start else copy.wait()
+
+        by_size(scalars_ref[2, tile_index], do)
+
+    def copy_out(tile_index: Any, start: bool) -> None:
+        def do(offset: Any, size: int) -> None:
+            target = scalars_ref[1, tile_index] + offset
+            copy = pltpu.make_async_copy(
+                out_buffer_ref.at[pl.ds(offset, size)],
+                out_ref.at[pl.ds(target, size)],
+                out_semaphore,
+            )
+            copy.start() if start else copy.wait()
+
+        by_size(scalars_ref[2, tile_index], do)
+
+    def fetch_following() -> None:
+        @pl.when(has_following)
+        def _() -> None:
+            number = jnp.minimum(scalars_ref[5, following], pages)
+            fetch(next_table_ref, scalars_ref[4, following], parity_ref[0], number)
+
+    # Rows: word j of a KV head holds `pack` heads of a token.
+
+    def words(ref: Any) -> Any:
+        """View `[tile, N, W]` as 32-bit `[tile * N / pack, W]`."""
+        ref = ref.bitcast(jnp.int32) if pack == 2 else ref
+        return ref.reshape(ref.shape[0] * ref.shape[1], ref.shape[2])
+
+    words_per_token = out_buffer_ref.shape[1] // pack
+    per_head = words_per_token // num_kv_heads
+
+    def unpack_rows(half: Any) -> None:
+        source = words(q_buffer_ref.at[half])
+        for k in range(num_kv_heads):
+            for j in range(per_head):
+                word = source[pl.ds(k * per_head + j, tile, stride=words_per_token), :]
+                row = pltpu.bitcast(word, jnp.bfloat16) if pack == 2 else word
+                at = pl.ds(j * tile * pack, tile * pack)
+                rows_ref[k, at, :] = row.astype(rows_ref.dtype)
+
+    def pack_rows() -> None:
+        target = words(out_buffer_ref)
+        width = out_buffer_ref.shape[2]
+        for k in range(num_kv_heads):
+            total = total_ref[k]
+            out = acc_ref[k] / jnp.where(total == 0, 1.0, total)
+            out = jnp.pad(out, ((0, width - head_size), (0, 0))).T
+            lse_ref[k] = (peak_ref[k] + jnp.log2(total)) / _LOG2_E
+            for j in range(per_head):
+                row = out[j * tile * pack : (j + 1) * tile * pack]
+                row = row.astype(out_buffer_ref.dtype)
+                word = pltpu.bitcast(row, jnp.int32) if pack == 2 else row
+                target[pl.ds(k * per_head + j, tile, stride=words_per_token), :] = word
+
+    # Softmax, with the keys of a chunk on the sublanes and the queries on the lanes.
+
+    def attend(half: Any, offset: Any, size: int, position: Any, masked: bool) -> None:
+        """Fold in `size` slots from `offset` on, the first of them at `position`."""
+        slots = pl.ds(offset, size)
+
+        def scores(k: int, at: slice) -> jax.Array:
+            return jax.lax.dot_general(
+                parts.key(buffer_ref[half, k, slots, : parts.key_width]),
+                rows_ref[k, at, :],
+                (((1,), (1,)), ((), ())),
+                precision=parts.precision,
+                preferred_element_type=jnp.float32,
+            )
+
+        for k in range(num_kv_heads):
+            value = parts.value(buffer_ref[half, k, slots, :]).T
+            begin = head_size - parts.value_begin
+            value = value[begin : begin + head_size]
+            for lane in range(0, num_rows, lanes):
+                at = slice(lane, lane + lanes)
+                logits = scores(k, at)
+                if options.soft_cap is None:
+                    logits = logits * (options.scale * _LOG2_E)
+                else:
+                    logits = options.logits(logits) * _LOG2_E
+                if masked:
+                    key = position + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
+                    limit = seen
+                    if causal:
+                        row = lane + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+                        limit = seen + row % (tile * pack) // pack
+                    logits = jnp.where(options.visible(key, limit), logits, -jnp.inf)
+                old = peak_ref[k, :, at]
+                peak = jnp.maximum(old, jnp.max(logits, axis=0, keepdims=True))
+                weights = jnp.exp2(logits - peak)
+                shrink = jnp.exp2(old - peak)
+                peak_ref[k, :, at] = peak
+                total_ref[k, :, at] = total_ref[k, :, at] * shrink + jnp.sum(
+                    weights, axis=0, keepdims=True
+                )
+                update = jax.lax.dot_general(
+                    value,
+                    weights.astype(parts.product_dtype),
+                    (((1,), (0,)), ((), ())),
+                    precision=parts.precision,
+                    preferred_element_type=jnp.float32,
+                )
+                acc_ref[k, :, at] = acc_ref[k, :, at] * shrink + update
+
+    def one_chunk(c: Any, carry: None) -> None:
+        half = parity_ref[0]
+        parity_ref[0] = 1 - half
+        column = c * pages
+        number = jnp.minimum(blocks - column, pages)
+
+        @pl.when(c + 1 < num_chunks)
+        def _() -> None:
+            rest = jnp.minimum(blocks - column - pages, pages)
+            fetch(table_ref, first + column + pages, 1 - half, rest)
+
+        @pl.when(c + 1 == num_chunks)
+        def _() -> None:
+            fetch_following()
+
+        wait_blocks(half, number)
+        position = (first + column) * block_size
+        is_full = position + chunk - 1 <= seen
+        if options.sliding_window is not None:
+            is_full &= position > seen + count - 1 - options.sliding_window
+
+        @pl.when(is_full)
+        def _() -> None:
+            attend(half, 0, chunk, position, masked=False)
+
+        @pl.when(~is_full)
+        def _() -> None:
+            def step(j: Any, carry: None) -> None:
+                offset = pl.multiple_of(j * sub_chunk, sub_chunk)
+                attend(half, offset, sub_chunk, position + offset, masked=True)
+
+            jax.lax.fori_loop(0, pl.cdiv(number, sub_pages), step, None)
+
+    @pl.when((i == 0) & (count > 0))
+    def _() -> None:
+        parity_ref[0] = 0
+        copy_q(i, 0, start=True)
+        fetch(table_ref, first, 0, jnp.minimum(blocks, pages))
+
+    @pl.when(count > 0)
+    def _() -> None:
+        half = i % 2
+
+        @pl.when(has_following)
+        def _() -> None:
+            copy_q(following, 1 - half, start=True)
+
+        copy_q(i, half, start=False)
+        unpack_rows(half)
+        sink = sinks_ref[...]
+        peak_ref[...] = jnp.where(sink == -jnp.inf, _NO_PEAK, sink * _LOG2_E)
+        total_ref[...] = jnp.where(sink == -jnp.inf, 0.0, 1.0)
+        acc_ref[...] = jnp.zeros(acc_ref.shape, jnp.float32)
+        jax.lax.fori_loop(0, num_chunks, one_chunk, None)
+
+        @pl.when(i > 0)
+        def _() -> None:
+            copy_out(i - 1, start=False)
+
+        pack_rows()
+        copy_out(i, start=True)
+
+        @pl.when(~has_following)
+        def _() -> None:
+            copy_out(i, start=False)
