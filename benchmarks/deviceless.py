@@ -190,8 +190,10 @@ def _gpu_figures() -> dict[str, Any]:
 
 
 def requirements() -> list[str]:
-    """What pip must install, beside octavo, for the installed JAX."""
+    """What pip must install, beside octavo, for the installed JAX; nothing before JAX 0.12."""
     version = metadata.version("jax")
+    if tuple(int(part) for part in version.split(".")[:2]) < (0, 12):
+        return []
     needs = metadata.requires("jax") or []
     libtpu = next(need.split(";")[0].strip() for need in needs if need.startswith("libtpu"))
     return [libtpu, f"jax-cuda13-plugin=={version}", f"jax-cuda13-pjrt=={version}"]

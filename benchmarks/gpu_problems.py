@@ -1,4 +1,4 @@
-"""Problems for `gpu_suite.py`, made on the device: random caches and tables, float64 answers."""
+"""Problems for `gpu_suite.py` and `tune.py`, made on the device, and their float64 answers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from octavo.pallas_kernels import row_width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,7 @@ class Problem:
     scales: dict[str, jax.Array]
 
 
-def make(shape: Shape, seed: int = 0) -> Problem:
+def make(shape: Shape, *, platform: str = "gpu", seed: int = 0) -> Problem:
     """Random contexts in blocks that lie scattered over the pool, as they do after a while."""
     per_seq = -(-shape.context // shape.block_size)
     shared = shape.shared // shape.block_size
@@ -82,9 +84,11 @@ def make(shape: Shape, seed: int = 0) -> Problem:
     @jax.jit
     def cache() -> jax.Array:
         if dtype == jnp.int8:
-            return jax.random.randint(keys[0], cache_shape, -127, 128, jnp.int8).at[0].set(0)
-        numbers = jax.random.normal(keys[0], cache_shape, jnp.bfloat16)
-        return numbers.astype(dtype).at[0].set(0)
+            numbers = jax.random.randint(keys[0], cache_shape, -127, 128, jnp.int8)
+        else:
+            numbers = jax.random.normal(keys[0], cache_shape, jnp.bfloat16).astype(dtype)
+        pad = row_width(shape.head_size, platform) - 2 * shape.head_size
+        return jnp.pad(numbers, ((0, 0), (0, 0), (0, 0), (0, pad))).at[0].set(0)
 
     scales = {}
     if dtype.itemsize == 1:
@@ -106,7 +110,7 @@ def make(shape: Shape, seed: int = 0) -> Problem:
 def contiguous(problem: Problem) -> tuple[jax.Array, jax.Array]:
     """Keys and values `[S, L, K, H]`, as a kernel without paging would have them."""
     shape = problem.shape
-    rows = jnp.swapaxes(problem.kv_cache[problem.block_tables], 2, 3)
+    rows = jnp.swapaxes(problem.kv_cache[problem.block_tables], 2, 3)[..., : 2 * shape.head_size]
     rows = rows.reshape(shape.seqs, -1, shape.kv_heads, 2 * shape.head_size)[:, : shape.context]
     return rows[..., : shape.head_size], rows[..., shape.head_size :]
 
@@ -121,7 +125,8 @@ def worst_error(out: jax.Array, problem: Problem, *, rows: int = 4) -> float:
         head = int(rng.integers(shape.heads))
         kv_head = head // (shape.heads // shape.kv_heads)
         seen = shape.context - shape.queries + index + 1
-        blocks = problem.kv_cache[problem.block_tables[seq], kv_head].astype(jnp.float32)
+        blocks = problem.kv_cache[problem.block_tables[seq], kv_head, :, : 2 * shape.head_size]
+        blocks = blocks.astype(jnp.float32)
         kv = np.asarray(blocks, np.float64).reshape(-1, 2 * shape.head_size)[:seen]
         k, v = kv[:, : shape.head_size], kv[:, shape.head_size :]
         if problem.scales:

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import importlib.machinery
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -75,6 +77,20 @@ def compile_cases(chip: str, names: Sequence[str]) -> None:
         print(json.dumps(row), flush=True)
 
 
+def search_path() -> list[Path]:
+    """Where the compilers are, if not in the environment itself: JAX must not find them there
+    when it is to run something, because it would look for their devices first."""
+    return [path for path in (Path(sys.prefix) / "compilers",) if path.is_dir()]
+
+
+def have_compilers() -> bool:
+    """Whether this environment can compile for chips that are not here."""
+    found = importlib.machinery.PathFinder.find_spec(
+        "libtpu", [*map(str, search_path()), *sys.path]
+    )
+    return found is not None
+
+
 def run_chip(chip: str, names: Sequence[str]) -> list[dict[str, Any]]:
     """Rows of all cases; a child that a kernel takes down is started again behind that kernel."""
     rows: list[dict[str, Any]] = []
@@ -84,6 +100,7 @@ def run_chip(chip: str, names: Sequence[str]) -> list[dict[str, Any]]:
             [sys.executable, __file__, "--child", chip, *names],
             capture_output=True,
             text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, search_path()))},
         )
         lines = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
         rows += [line for line in lines if "case" in line]

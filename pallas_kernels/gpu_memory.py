@@ -8,17 +8,22 @@ from typing import Any
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from .chips import UnsupportedChip, require_chip
+
 THREADS = 128  # of a Mosaic GPU program
 VECTOR_BYTES = 16
 _CHUNK_BYTES = 16 << 10  # 128 bytes of each thread in flight
 
 
-def check_jax() -> None:
-    """Check that this JAX compiles the kernels.
+def check_gpu() -> None:
+    """Check that the chip and this JAX run the kernels.
 
     Raises:
-        NotImplementedError: it is older than 0.11.
+        NotImplementedError: the chip is older than sm_80, or JAX older than 0.11.
     """
+    chip = require_chip("gpu")
+    if chip.arch < (8, 0):
+        raise UnsupportedChip(f"{chip.name} is older than sm_80, which the GPU kernels need")
     if jax.__version_info__ < (0, 11):
         raise NotImplementedError(f"JAX {jax.__version__} is older than 0.11: no such GPU kernel")
 

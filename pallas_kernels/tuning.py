@@ -8,10 +8,12 @@ first entry that fits counts. `tuned.json` beside this file ships with octavo, a
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -83,10 +85,33 @@ def tuned(kernel: str, chip: Chip, heuristic: Knobs, /, **shape: int | str) -> K
     found = kernel_tuning.value.knobs_for(kernel, chip, shape)
     if found is None:
         found = _shipped().knobs_for(kernel, chip, shape) or {}
+    chosen = _override(kernel, heuristic, found)
+    if (record := _record.get()) is not None:
+        record[kernel] = chosen
+    return chosen
+
+
+def _override(kernel: str, heuristic: Knobs, found: Mapping[str, int | bool]) -> Knobs:
     known = {field.name for field in dataclasses.fields(heuristic)}  # type: ignore[arg-type]
     if unknown := sorted(set(found) - known):
         raise ValueError(f"{kernel} has no knobs {unknown}: it has {sorted(known)}")
     return dataclasses.replace(heuristic, **found)  # type: ignore[type-var]
+
+
+_record: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar(
+    "recorded knobs", default=None
+)
+
+
+@contextlib.contextmanager
+def recorded_knobs() -> Iterator[dict[str, Any]]:
+    """Collect the knobs, by kernel, of all that is traced inside."""
+    record: dict[str, Any] = {}
+    token = _record.set(record)
+    try:
+        yield record
+    finally:
+        _record.reset(token)
 
 
 @functools.cache

@@ -14,14 +14,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..chips import interpret_argument
-from ..gpu_memory import check_jax, chunks_of, move
+from ..gpu_memory import check_gpu, chunks_of, move
 from ..layout import NULL_BLOCK
 from .overlap import chained
 
 
 def copy_blocks_mosaic_gpu(kv_cache: jax.Array, src: jax.Array, dst: jax.Array) -> jax.Array:
     """See `octavo.pallas_kernels.copy_blocks`."""
-    check_jax()
+    check_gpu()
     num_elements = math.prod(kv_cache.shape[1:])
     chunk, layout = chunks_of(num_elements, kv_cache.dtype.itemsize)
     chunks = num_elements // chunk

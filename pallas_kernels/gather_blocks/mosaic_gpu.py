@@ -10,13 +10,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..chips import interpret_argument
-from ..gpu_memory import check_jax, chunks_of, move
+from ..gpu_memory import check_gpu, chunks_of, move
 from ..layout import NULL_BLOCK
 
 
 def gather_blocks_mosaic_gpu(kv_cache: jax.Array, block_ids: jax.Array) -> jax.Array:
     """See `octavo.pallas_kernels.gather_blocks`."""
-    check_jax()
+    check_gpu()
     num_elements = math.prod(kv_cache.shape[1:])
     chunk, layout = chunks_of(num_elements, kv_cache.dtype.itemsize)
     chunks = num_elements // chunk
@@ -45,7 +45,7 @@ def scatter_blocks_mosaic_gpu(
     kv_cache: jax.Array, block_ids: jax.Array, blocks: jax.Array
 ) -> jax.Array:
     """See `octavo.pallas_kernels.scatter_blocks`."""
-    check_jax()
+    check_gpu()
     num_elements = math.prod(kv_cache.shape[1:])
     chunk, layout = chunks_of(num_elements, kv_cache.dtype.itemsize)
     chunks = num_elements // chunk

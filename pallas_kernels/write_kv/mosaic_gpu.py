@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..chips import interpret_argument
-from ..gpu_memory import THREADS, VECTOR_BYTES, check_jax, move, store
+from ..gpu_memory import THREADS, VECTOR_BYTES, check_gpu, move, store
 
 _LANES = 32
 _WARPS = THREADS // _LANES
@@ -25,7 +25,7 @@ def write_kv_mosaic_gpu(
     kv_cache: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array
 ) -> jax.Array:
     """See `octavo.pallas_kernels.write_kv`."""
-    check_jax()
+    check_gpu()
     num_blocks, num_kv_heads, block_size, width = kv_cache.shape
     if width % _LANES:
         raise NotImplementedError(f"rows of {width} elements are not a multiple of {_LANES} on GPU")

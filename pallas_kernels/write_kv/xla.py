@@ -26,6 +26,20 @@ def write_kv_xla(kv_cache: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Arr
 
 
 def _zero_opened_blocks(cache: jax.Array, opened: jax.Array) -> jax.Array:
+    """Zero the blocks `opened: int32[T]`; 0 stands for none."""
+    return jax.lax.platform_dependent(
+        cache, opened, cuda=_zero_in_one, rocm=_zero_in_one, default=_zero_one_by_one
+    )
+
+
+def _zero_in_one(cache: jax.Array, opened: jax.Array) -> jax.Array:
+    # A GPU's host would wait for every round of a loop whose length is not known; threads that
+    # have nothing to write cost it little.
+    target = jnp.where(opened == 0, cache.shape[0], opened)
+    return cache.at[target].set(jnp.zeros((), cache.dtype), mode="drop")
+
+
+def _zero_one_by_one(cache: jax.Array, opened: jax.Array) -> jax.Array:
     # A loop over the blocks that really open: one scatter over all T tokens would move T whole
     # blocks, B times the data that is written.
     order = jnp.argsort(opened == 0, stable=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,10 @@ def run(problem: Problem, implementation: Implementation, **more) -> tuple[jax.A
 
 
 @pytest.mark.parametrize(("implementation", "name"), pairs(CASES))
-def test_matches_float64(implementation: Implementation, name: str) -> None:
+def test_matches_float64(
+    implementation: Implementation, name: str, record_property: Callable[[str, object], None]
+) -> None:
+    record_property("kernel_case", f"paged_attention, {name}, {implementation}")
     case = implementation.adapt(CASES[name])
     problem = build(case, platform=implementation.platform)
     if message := REFUSED.get((implementation.name, name)):

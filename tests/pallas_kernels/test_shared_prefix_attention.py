@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -61,8 +62,12 @@ def cascade(args: tuple[jax.Array, ...], implementation: Implementation, **optio
 @pytest.mark.parametrize("options", [{}, {"soft_cap": 3.0, "scale": 0.2}, {"sinks": True}])
 @pytest.mark.parametrize(("implementation", "name"), pairs(CASES, (XLA, V6E, H200)))
 def test_equals_attention_without_sharing(
-    name: str, options: dict, implementation: Implementation
+    name: str,
+    options: dict,
+    implementation: Implementation,
+    record_property: Callable[[str, object], None],
 ) -> None:
+    record_property("kernel_case", f"shared_prefix_attention, {name}, {implementation}")
     args = batch(name, implementation.platform)
     tolerance = 2e-5
     if implementation.platform == "gpu":

@@ -10,11 +10,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...chips import current_chip, interpret_argument
 from ..arguments import AttentionOptions
-from .decode_mma import Geometry, decode_mma
-from .knobs import DecodeKnobs, decode_knobs
+from .decode_geometry import Geometry
+from .decode_mma import decode_mma
+from .knobs import MAX_TILE, DecodeKnobs, decode_knobs
 
 _CACHE_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "int8")
-_MAX_GROUPS = 32
 
 
 def decode(
@@ -50,13 +50,14 @@ def decode(
     num_kv_heads = kv_cache.shape[1]
     groups = num_heads // num_kv_heads
     _check(kv_cache, head_size, groups)
-    chip = current_chip()
+    chip, interpret = current_chip(), interpret_argument()
     geometry = Geometry(
         groups=groups,
         head_size=head_size,
         num_kv_heads=num_kv_heads,
         block_size=kv_cache.shape[2],
         cache_dtype=kv_cache.dtype,
+        scaled_e4m3=interpret is False,
     )
     if knobs is None:
         knobs = decode_knobs(
@@ -64,23 +65,28 @@ def decode(
             num_kv_heads,
             tables.shape[1] * geometry.block_size,
             2 * geometry.row_words,
-            geometry.fixed_bytes(64),
+            geometry.fixed_bytes(MAX_TILE),
             chip,
         )
     _check_knobs(knobs, geometry)
+    # Interpret mode has no asynchronous copies but those of TMA.
+    use_tma = chip.arch >= (9, 0) or interpret is not False
+    if not geometry.swizzle_words(knobs.tile, use_tma):
+        raise NotImplementedError(
+            f"{chip.name} has no TMA, and four warps cannot share the copy of a block of"
+            f" {geometry.block_size} rows of {head_size=} in {kv_cache.dtype.name}"
+        )
     is_final = knobs.splits == 1 and sinks is None
-    interpret = interpret_argument()
     out, lse = decode_mma(
         tables,
         context_lens,
-        _query_words(q.astype(geometry.compute_dtype), geometry),
+        _query_words(q, geometry),
         _cache_words(kv_cache, geometry),
         options,
         geometry,
         knobs,
         out_dtype=q.dtype if is_final else jnp.float32,
-        # Interpret mode has no other asynchronous copies.
-        use_tma=chip.arch >= (9, 0) or interpret is not False,
+        use_tma=use_tma,
         interpret=interpret,
     )
     out, lse = _head_rows(out, geometry), lse[..., :groups]
@@ -102,8 +108,11 @@ def _check(kv_cache: jax.Array, head_size: int, groups: int) -> None:
         raise NotImplementedError(f"rows must be 2H={2 * head_size} wide on a GPU, got {row=}")
     if head_size % 16 or not 32 <= head_size <= 256:
         raise NotImplementedError(f"{head_size=} must be a multiple of 16 from 32 to 256")
-    if groups > _MAX_GROUPS:
-        raise NotImplementedError(f"{groups=} query heads per KV head exceed {_MAX_GROUPS}")
+    most = 32 if head_size <= 128 else 16
+    if groups > most:
+        raise NotImplementedError(
+            f"{groups=} query heads per KV head exceed {most}: registers would spill"
+        )
     if block_size < 8 or block_size & (block_size - 1):
         raise NotImplementedError(f"{block_size=} must be a power of two of at least 8")
 
@@ -119,6 +128,7 @@ def _check_knobs(knobs: DecodeKnobs, geometry: Geometry) -> None:
 def _query_words(q: jax.Array, geometry: Geometry) -> jax.Array:
     """Queries as operands `[S, K, parts, R, key_words]`, padded with zeros."""
     parts, words = geometry.parts, geometry.head_words
+    q = (q * 2.0**geometry.query_exponent).astype(geometry.compute_dtype)
     q = q.reshape(q.shape[0], geometry.num_kv_heads, geometry.groups, words, parts)
     rows = (0, geometry.rows - geometry.groups)
     columns = (0, geometry.key_words - words)

@@ -8,6 +8,8 @@ high bytes. `Columns` says which columns of the operands are whose.
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,9 +19,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .upcast import E4M3_EXPONENT, split_words
+from .upcast import split_words
 
-_PIECE_ROWS = 64
+_PIECE = 64  # rows, and at most as many words of a row, in registers at once
+# What an e4m3 number is too small by after its bits have moved to a bfloat16's place.
+_E4M3_FACTOR = 2.0**120
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +52,9 @@ class Columns:
     def width(self) -> int:
         """Columns of an operand."""
         return self.parts * self.box
+
+    def operand_dtype(self, cache_dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
+        return cache_dtype if self.parts == 1 else jnp.bfloat16
 
     def split_queries(self, q: jax.Array) -> jax.Array:
         """Queries `[..., H]` in the order of the operands' columns `[..., width]`."""
@@ -79,6 +86,17 @@ class Stream(NamedTuple):
     landed: Any
     freed: Any
     columns: Any
+
+
+def upcast(
+    words: jax.Array, dtype: jax.typing.DTypeLike, layout: Any, *, interpreted: bool
+) -> tuple[jax.Array, ...]:
+    """The low and the high bytes of `uint16` words, numbers of `dtype`, as exact bfloat16."""
+    parts = split_words(words, dtype, layout, interpreted=interpreted)
+    if dtype == jnp.int8 or interpreted:
+        return parts
+    # Here, where it is exact: small outputs would be subnormal until the end otherwise.
+    return tuple(part * jnp.bfloat16(_E4M3_FACTOR) for part in parts)
 
 
 def load(seq, kv_head, first, last, block_tables_ref, kv_ref, streams: tuple[Stream, Stream]):
@@ -113,9 +131,10 @@ def load_and_upcast(
 
     The words of keys and of values alternate in one ring, which runs ahead of the operands.
     """
-    stages, block_kv, width = streams[0].ring.shape
+    stages, block_kv, _ = streams[0].ring.shape
     units, _, box = words_ring.shape
     starts = [stream.columns.start for stream in streams]
+    piece = box if box <= _PIECE else math.gcd(box, _PIECE)
 
     def fetch(unit):
         slot = lax.rem(unit, jnp.int32(units))
@@ -140,15 +159,13 @@ def load_and_upcast(
             words_slot = lax.rem(unit, jnp.int32(units))
             plgpu.barrier_wait(words_landed.at[words_slot])
             _wait_if(step >= stages, stream.freed.at[slot])
-            for row in range(0, block_kv, _PIECE_ROWS):
-                rows = pl.ds(row, _PIECE_ROWS)
-                words = plgpu.load(words_ring.at[words_slot, rows], layout=plgpu.Layout.WGMMA)
-                parts = split_words(words, dtype, plgpu.Layout.WGMMA, interpreted=interpreted)
+            for row, column in itertools.product(range(0, block_kv, _PIECE), range(0, box, piece)):
+                rows = pl.ds(row, _PIECE)
+                words_ref = words_ring.at[words_slot, rows, pl.ds(column, piece)]
+                words = plgpu.load(words_ref, layout=plgpu.Layout.WGMMA)
+                parts = upcast(words, dtype, plgpu.Layout.WGMMA, interpreted=interpreted)
                 for part, numbers in enumerate(parts):
-                    if dtype != jnp.int8 and not interpreted:
-                        # Tensor cores and softmax would lose what is subnormal at 2**-120.
-                        numbers = numbers * jnp.bfloat16(2.0**E4M3_EXPONENT)
-                    columns = pl.ds(part * width // 2, width // 2)
+                    columns = pl.ds(part * box + column, piece)
                     stream.ring.at[slot, rows, columns][...] = numbers
             plgpu.commit_smem()
             plgpu.barrier_arrive(stream.landed.at[slot])

@@ -67,9 +67,7 @@ def plan_tiles(
     index = jnp.arange(num_tiles - 1, -1, -1, dtype=jnp.int32)
     seq = _owner(tile_end, index)
     start = query_start[seq] + (index - (tile_end[seq] - seq_tiles[seq])) * block_q
-    count = jnp.where(
-        index < tile_end[-1], jnp.clip(query_start[seq + 1] - start, 0, block_q), 0
-    )
+    count = jnp.where(index < tile_end[-1], jnp.clip(query_start[seq + 1] - start, 0, block_q), 0)
     context = context_lens[seq]
     position = context - (query_start[seq + 1] - start)
     after = position + count if options.causal else context

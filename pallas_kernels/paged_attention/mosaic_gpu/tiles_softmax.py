@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..arguments import AttentionOptions
 
 _LOG2_E = math.log2(math.e)
 # Where a row has seen no key yet. Finite, so that a row without keys never computes inf - inf.
-NOTHING = -1e30
+_NOTHING = -1e30
 
 
 class Softmax(NamedTuple):
@@ -22,16 +23,46 @@ class Softmax(NamedTuple):
     peak: jax.Array
     total: jax.Array
 
+    @classmethod
+    def empty(cls, num_rows: int, layout: Any) -> Softmax:
+        peak, total = jnp.full((num_rows,), _NOTHING), jnp.zeros((num_rows,), jnp.float32)
+        return cls(*(plgpu.layout_cast(x, layout.reduce(1)) for x in (peak, total)))
 
-def over_rows(row_values: jax.Array, shape: tuple[int, int]) -> jax.Array:
+
+def over_rows(row_values: jax.Array, shape: tuple[int, int], layout: Any) -> jax.Array:
     """Repeat one value per row along the columns."""
-    return lax.broadcast_in_dim(row_values, shape, (0,))
+    return plgpu.layout_cast(lax.broadcast_in_dim(row_values, shape, (0,)), layout)
+
+
+def seen(
+    shape: tuple[int, int],
+    chunk: jax.Array,
+    first_row: jax.Array | int,
+    position: jax.Array,
+    context: jax.Array,
+    options: AttentionOptions,
+    groups: int,
+    layout: Any,
+) -> jax.Array:
+    """Which keys of a chunk each row of a tile sees: `bool[R, C]`, R from `first_row` on.
+
+    `position` is that of the tile's first token, `context` the sequence's length.
+    """
+    key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout) + chunk * shape[1]
+    if not options.causal:
+        return key < context
+    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + first_row
+    return options.visible(key, position + lax.div(row, jnp.int32(groups)))
 
 
 def add_scores(
-    state: Softmax, scores: jax.Array, seen: jax.Array | None, options: AttentionOptions
+    state: Softmax,
+    scores: jax.Array,
+    mask: jax.Array | None,
+    options: AttentionOptions,
+    layout: Any,
 ) -> tuple[Softmax, jax.Array, jax.Array]:
-    """Fold in raw scores `float32[R, C]`.
+    """Fold in raw scores `float32[R, C]`, those of the mask if there is one.
 
     Returns:
         the new state, the weights `float32[R, C]` and the factor `float32[R]` by which what was
@@ -45,11 +76,11 @@ def add_scores(
         factor = _LOG2_E
     elif factor <= 0:
         scores, factor = scores * factor, 1.0
-    if seen is not None:
-        scores = jnp.where(seen, scores, -jnp.inf)
+    if mask is not None:
+        scores = jnp.where(mask, scores, -jnp.inf)
     peak = jnp.maximum(state.peak, jnp.max(scores, axis=1) * factor)
     shrink = jnp.exp2(state.peak - peak)
-    weights = jnp.exp2(scores * factor - over_rows(peak, scores.shape))
+    weights = jnp.exp2(scores * factor - over_rows(peak, scores.shape, layout))
     total = state.total * shrink + jnp.sum(weights, axis=1)
     return Softmax(peak, total), weights, shrink
 

@@ -16,9 +16,12 @@ from ..arguments import AttentionOptions
 from .tiles_knobs import TilesKnobs
 from .tiles_load import Columns, Stream, load, load_and_upcast
 from .tiles_plan import CONTEXT, COUNT, FIRST, FULL_BEGIN, FULL_END, LAST, POSITION, SEQ
-from .tiles_softmax import NOTHING, Softmax, add_scores, finish, over_rows
+from .tiles_softmax import Softmax, add_scores, finish, over_rows, seen
 
 _WG_ROWS = 64
+_LAYOUT = plgpu.Layout.WGMMA
+# Of a thread; two compute warpgroups and one that loads share 512.
+_COMPUTE_REGISTERS, _LOAD_REGISTERS = 224, 64
 
 
 def tiles_wgmma(
@@ -104,9 +107,7 @@ def _scratch(columns: Columns, block_size: int, dtype: Any, knobs: TilesKnobs) -
         value_start = 2 * columns.words - columns.box
         shape = (knobs.words_units, knobs.block_kv, columns.box)
         scratch["words_ring"] = _operand(shape, jnp.uint16, math.gcd(columns.box, value_start))
-        scratch["words_landed"] = plgpu.Barrier(
-            num_barriers=knobs.words_units, num_arrivals=copies
-        )
+        scratch["words_landed"] = plgpu.Barrier(num_barriers=knobs.words_units, num_arrivals=copies)
     return scratch
 
 
@@ -148,13 +149,12 @@ def _kernel(
     end = 2 * columns.words
     keys = Stream(k_ring, k_landed, k_freed, pl.ds(0, columns.box))
     values = Stream(v_ring, v_landed, v_freed, pl.ds(end - columns.box, columns.box))
-    compute_registers, load_registers = (232, 40) if columns.parts == 1 else (216, 80)
 
     @pl.when(table_ref[tile, COUNT] > 0)
     def _():
         @pl.when(wg < num_wgs)
         def _():
-            plgpu.set_max_registers(compute_registers, action="increase")
+            plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
             _compute(
                 tile,
                 kv_head,
@@ -172,7 +172,7 @@ def _kernel(
 
         @pl.when(wg == num_wgs)
         def _():
-            plgpu.set_max_registers(load_registers, action="decrease")
+            plgpu.set_max_registers(_LOAD_REGISTERS, action="decrease")
             chunks = table_ref[tile, SEQ], kv_head, table_ref[tile, FIRST], table_ref[tile, LAST]
             if columns.parts == 1:
                 load(*chunks, block_tables_ref, kv_ref, (keys, values))
@@ -216,15 +216,11 @@ def _compute(
     plgpu.copy_gmem_to_smem(q_ref.at[tile, kv_head, own_rows], q_smem, q_landed.at[wg])
 
     first, last = table_ref[tile, FIRST], table_ref[tile, LAST]
-    seen = functools.partial(
-        _seen,
-        wg,
-        table_ref[tile, POSITION],
-        table_ref[tile, CONTEXT],
-        shape=scores_shape,
-        options=options,
-        groups=groups,
-    )
+    position, context = table_ref[tile, POSITION], table_ref[tile, CONTEXT]
+
+    def mask_of(chunk):
+        where = chunk, wg * _WG_ROWS, position, context
+        return seen(scores_shape, *where, options, groups, _LAYOUT)
 
     def switch():
         # The warpgroups take turns at the tensor cores: one's softmax hides the other's products.
@@ -256,7 +252,7 @@ def _compute(
         """Add the chunk's values to acc and, in one go, multiply the next chunk's keys."""
         if weights_smem is not None:
             return products_by_smem(acc, weights, chunk, has_next=has_next)
-        zeros = plgpu.layout_cast(jnp.zeros(scores_shape, jnp.float32), plgpu.Layout.WGMMA)
+        zeros = plgpu.layout_cast(jnp.zeros(scores_shape, jnp.float32), _LAYOUT)
         acc, weights, zeros = lax.optimization_barrier((acc, weights, zeros))
         switch()
 
@@ -284,22 +280,21 @@ def _compute(
 
     def step(chunk, carry, *, masked: bool, has_next: bool = True):
         acc, scores, state = carry
-        mask = seen(chunk) if masked else None
-        state, weights, shrink = add_scores(state, scores, mask, options)
-        acc = acc * over_rows(shrink, acc.shape)
+        mask = mask_of(chunk) if masked else None
+        state, weights, shrink = add_scores(state, scores, mask, options, _LAYOUT)
+        acc = acc * over_rows(shrink, acc.shape, _LAYOUT)
         acc, scores = products(acc, weights.astype(values.ring.dtype), chunk, has_next=has_next)
         plgpu.barrier_arrive(values.freed.at[slot_of(chunk)])
         if has_next:
             plgpu.barrier_arrive(keys.freed.at[slot_of(chunk + 1)])
         return acc, scores, state
 
-    zeros = plgpu.layout_cast(jnp.zeros((_WG_ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-    acc = plgpu.layout_cast(jnp.zeros((_WG_ROWS, width), jnp.float32), plgpu.Layout.WGMMA)
+    acc = plgpu.layout_cast(jnp.zeros((_WG_ROWS, width), jnp.float32), _LAYOUT)
     plgpu.barrier_wait(q_landed.at[wg])
     pl.when(wg == num_wgs - 1)(switch)
     scores = run_products(scores_shape, multiply_keys, first)
     plgpu.barrier_arrive(keys.freed.at[0])
-    carry = acc, scores, Softmax(peak=zeros + NOTHING, total=zeros)
+    carry = acc, scores, Softmax.empty(_WG_ROWS, _LAYOUT)
     full_begin, full_end = table_ref[tile, FULL_BEGIN], table_ref[tile, FULL_END]
     masked_step = functools.partial(step, masked=True)
     if options.sliding_window is not None:
@@ -310,20 +305,9 @@ def _compute(
     pl.when(wg == 0)(switch)
 
     inverse, lse = finish(state)
-    q_smem[...] = (acc * over_rows(inverse, acc.shape)).astype(q_smem.dtype)
+    q_smem[...] = (acc * over_rows(inverse, acc.shape, _LAYOUT)).astype(q_smem.dtype)
     lse_smem[...] = lse
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(q_smem, out_ref.at[tile, kv_head, own_rows])
     plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[tile, kv_head, own_rows])
     plgpu.wait_smem_to_gmem(0)
-
-
-def _seen(wg, position, context, chunk, *, shape, options: AttentionOptions, groups: int):
-    """Which keys of a chunk each row sees."""
-    key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-    key += chunk * shape[1]
-    if not options.causal:
-        return key < context
-    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
-    query = position + lax.div(row + wg * shape[0], jnp.int32(groups))
-    return options.visible(key, query)

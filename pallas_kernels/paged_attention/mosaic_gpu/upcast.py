@@ -15,14 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-# e4m3 bits moved to a bfloat16's place have their exponent off by this (127 - 7).
-E4M3_EXPONENT = 120
-
 
 def e4m3_bits(word: Any, odd: bool) -> Any:
     """Two e4m3 numbers of a 32-bit word (its even or odd bytes) as bfloat16 bits, times 2**-120.
 
-    The exponent is left off by 120, which costs nothing to undo in the softmax scale and in the
+    The exponent's bias stays e4m3's, which costs nothing to undo in the softmax scale and in the
     output. Subnormals come out right too: they are subnormal on both sides.
     """
     if odd:
@@ -42,25 +39,23 @@ def int8_terms(word: Any, odd: bool) -> tuple[Any, Any]:
 
 
 def split_words(
-    words: jax.Array, dtype: jax.typing.DTypeLike, layout: Any, *, interpreted: bool
+    words: jax.Array, dtype: Any, layout: Any, *, interpreted: bool
 ) -> tuple[jax.Array, jax.Array]:
     """The low and the high bytes of `words: uint16[...]` as bfloat16.
 
     Numbers of an e4m3 cache come out times 2**-120, except when interpreted.
     """
-    if interpreted:
-        stored = ((words & 0xFF).astype(jnp.uint8), (words >> 8).astype(jnp.uint8))
-        return tuple(jax.lax.bitcast_convert_type(x, dtype).astype(jnp.bfloat16) for x in stored)
-    return _split_on_device(words, jnp.dtype(dtype), layout)
+    if not interpreted:
+        return _split_on_device(words, dtype, layout)
+    low, high = (words & 0xFF).astype(jnp.uint8), (words >> 8).astype(jnp.uint8)
+    low, high = (jax.lax.bitcast_convert_type(x, dtype) for x in (low, high))
+    return low.astype(jnp.bfloat16), high.astype(jnp.bfloat16)
 
 
 def _split_on_device(words: jax.Array, dtype: Any, layout: Any) -> tuple[jax.Array, jax.Array]:
     from jax.experimental.mosaic import gpu as mgpu
     from jaxlib.mlir import ir
 
-    operand = plgpu.ShapeDtypeStruct(words.shape, jnp.bfloat16, layout)
-
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=(operand, operand))
     def split(_: Any, words: mgpu.FragmentedArray) -> tuple[mgpu.FragmentedArray, ...]:
         i32 = ir.IntegerType.get_signless(32)
         pair = ir.VectorType.get((2,), ir.BF16Type.get())
@@ -79,7 +74,9 @@ def _split_on_device(words: jax.Array, dtype: Any, layout: Any) -> tuple[jax.Arr
             )
         return tuple(halves)
 
-    return split(words)
+    operand = plgpu.ShapeDtypeStruct(words.shape, jnp.dtype(jnp.bfloat16), layout)
+    inlined: Any = plgpu.inline_mgpu(arg_types=(layout,), return_type=(operand, operand))(split)
+    return inlined(words)
 
 
 class _Word:
@@ -115,7 +112,7 @@ def _add_bf16_pairs(a: _Word, b: _Word) -> _Word:
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import llvm
 
-    one = _Word(a.value) & 0 | 0x3F803F80
+    one = a & 0 | 0x3F803F80
     i32 = ir.IntegerType.get_signless(32)
     total = llvm.inline_asm(
         i32,

@@ -125,6 +125,8 @@ def tiles(
                 pltpu.VMEM((num_kv_heads, 1, rows), jnp.float32),
                 pltpu.VMEM((num_kv_heads, 1, rows), jnp.float32),
                 pltpu.VMEM((num_kv_heads, head_size, rows), jnp.float32),
+                pltpu.VMEM((2, chunk, plan.lanes), jnp.float32),
+                pltpu.VMEM((2, chunk, plan.lanes), parts.product_dtype),
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.SemaphoreType.DMA(()),
@@ -184,6 +186,17 @@ def _tile_list(
     return scalars.astype(jnp.int32), jnp.clip(row, 0, index.shape[0] * tile - 1)
 
 
+def _when(condition: Any) -> Any:
+    """`pl.when`, decided at once if the condition is a Python bool."""
+    if isinstance(condition, bool):
+        return lambda fn: fn() if condition else None
+    return pl.when(condition)
+
+
+def _minimum(a: Any, b: int) -> Any:
+    return min(a, b) if isinstance(a, int) else jnp.minimum(a, b)
+
+
 def _kernel(
     scalars_ref,  # int32[6, NT]: sequence, token, count, last key of query 0, first block, blocks
     table_ref,  # SMEM int32[1, M]
@@ -200,6 +213,8 @@ def _kernel(
     peak_ref,  # float32[K, 1, R]
     total_ref,  # float32[K, 1, R]
     acc_ref,  # float32[K, H, R]
+    logits_ref,  # float32[2, C, lanes]
+    weights_ref,  # [2, C, lanes]
     kv_semaphores,  # DMA[2]
     q_semaphores,  # DMA[2]
     out_semaphore,  # DMA
@@ -219,7 +234,13 @@ def _kernel(
     _, token, count, seen, first, blocks = (scalars_ref[row, i] for row in range(6))
     following = jnp.minimum(i + 1, num_tiles - 1)
     has_following = (i + 1 < num_tiles) & (scalars_ref[2, following] > 0)
+    first_number = jnp.minimum(blocks, pages)
+    next_number = jnp.minimum(scalars_ref[5, following], pages)
     num_chunks = pl.cdiv(blocks, pages)
+    is_used = scalars_ref[2, i] > 0
+    if profile is not None:
+        is_used = has_following = True
+        count, first_number, next_number = tile, pages, pages
 
     # Copies.
 
@@ -238,28 +259,28 @@ def _kernel(
             copy_block(ids_ref, column, half, page).start()
 
         # 0 x NaN is NaN: what a masked step reads past the copied blocks must be finite.
-        @pl.when(number % sub_pages > 0)
+        @_when(number % sub_pages > 0)
         def _() -> None:
             slots = pl.ds(pl.multiple_of(number // sub_pages * sub_chunk, sub_chunk), sub_chunk)
             shape = (num_kv_heads, sub_chunk, buffer_ref.shape[3])
             buffer_ref[half, :, slots] = jnp.zeros(shape, buffer_ref.dtype)
 
-        @pl.when(number < pages)
+        @_when(number < pages)
         def _() -> None:
             jax.lax.fori_loop(0, number, one, None)
 
-        @pl.when(number == pages)
+        @_when(number == pages)
         def _() -> None:
             for page in range(pages):
                 one(page, None)
 
     def wait_blocks(half: Any, number: Any) -> None:
-        @pl.when(number == pages)
+        @_when(number == pages)
         def _() -> None:
             whole = buffer_ref.at[half]
             pltpu.make_async_copy(whole, whole, kv_semaphores.at[half]).wait()
 
-        @pl.when(number < pages)
+        @_when(number < pages)
         def _() -> None:
             def one(page: Any, carry: None) -> None:
                 copy_block(table_ref, 0, half, 0).wait()
@@ -268,11 +289,14 @@ def _kernel(
 
     def by_size(number: Any, do: Any) -> None:
         """`do(offset, size)` for static sizes that make up `number` rows."""
-        for bit in range(tile.bit_length()):
+        for bit in range(min(tile, q_ref.shape[0]).bit_length()):
 
-            @pl.when((number >> bit) & 1 == 1)
+            @_when((number >> bit) & 1 == 1)
             def _(bit: int = bit) -> None:
                 do((number >> (bit + 1)) << (bit + 1), 1 << bit)
+
+    def count_of(tile_index: Any) -> Any:
+        return scalars_ref[2, tile_index] if profile is None else tile
 
     def copy_q(tile_index: Any, half: Any, start: bool) -> None:
         def do(offset: Any, size: int) -> None:
@@ -284,7 +308,7 @@ def _kernel(
             )
             copy.start() if start else copy.wait()
 
-        by_size(scalars_ref[2, tile_index], do)
+        by_size(count_of(tile_index), do)
 
     def copy_out(tile_index: Any, start: bool) -> None:
         def do(offset: Any, size: int) -> None:
@@ -296,13 +320,12 @@ def _kernel(
             )
             copy.start() if start else copy.wait()
 
-        by_size(scalars_ref[2, tile_index], do)
+        by_size(count_of(tile_index), do)
 
     def fetch_following() -> None:
-        @pl.when(has_following)
+        @_when(has_following)
         def _() -> None:
-            number = jnp.minimum(scalars_ref[5, following], pages)
-            fetch(next_table_ref, scalars_ref[4, following], parity_ref[0], number)
+            fetch(next_table_ref, scalars_ref[4, following], parity_ref[0], next_number)
 
     # Rows: word j of a KV head holds `pack` heads of a token.
 
@@ -321,6 +344,8 @@ def _kernel(
                 word = source[pl.ds(k * per_head + j, tile, stride=words_per_token), :]
                 row = pltpu.bitcast(word, jnp.bfloat16) if pack == 2 else word
                 at = pl.ds(j * tile * pack, tile * pack)
+                if options.soft_cap is None:
+                    row = row.astype(jnp.float32) * (options.scale * _LOG2_E)
                 rows_ref[k, at, :] = row.astype(rows_ref.dtype)
 
     def pack_rows() -> None:
@@ -343,76 +368,89 @@ def _kernel(
         """Fold in `size` slots from `offset` on, the first of them at `position`."""
         slots = pl.ds(offset, size)
 
-        def scores(k: int, at: slice) -> jax.Array:
-            return jax.lax.dot_general(
+        units = [(k, lane) for k in range(num_kv_heads) for lane in range(0, num_rows, lanes)]
+
+        def scores(unit: int) -> jax.Array:
+            """Store the logits of a unit, in powers of two; return their peak."""
+            k, lane = units[unit]
+            logits = jax.lax.dot_general(
                 parts.key(buffer_ref[half, k, slots, : parts.key_width]),
-                rows_ref[k, at, :],
+                rows_ref[k, lane : lane + lanes, :],
                 (((1,), (1,)), ((), ())),
                 precision=parts.precision,
                 preferred_element_type=jnp.float32,
             )
+            if options.soft_cap is not None:
+                logits = options.logits(logits) * _LOG2_E
+            if masked:
+                key = position + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
+                limit = seen
+                if causal:
+                    row = lane + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+                    limit = seen + row % (tile * pack) // pack
+                logits = jnp.where(options.visible(key, limit), logits, -jnp.inf)
+            logits_ref[unit % 2, :size] = logits
+            return jnp.max(logits, axis=0, keepdims=True)
 
-        for k in range(num_kv_heads):
-            value = parts.value(buffer_ref[half, k, slots, :]).T
-            begin = head_size - parts.value_begin
-            value = value[begin : begin + head_size]
-            for lane in range(0, num_rows, lanes):
-                at = slice(lane, lane + lanes)
-                logits = scores(k, at)
-                if options.soft_cap is None:
-                    logits = logits * (options.scale * _LOG2_E)
-                else:
-                    logits = options.logits(logits) * _LOG2_E
-                if masked:
-                    key = position + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
-                    limit = seen
-                    if causal:
-                        row = lane + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-                        limit = seen + row % (tile * pack) // pack
-                    logits = jnp.where(options.visible(key, limit), logits, -jnp.inf)
-                old = peak_ref[k, :, at]
-                peak = jnp.maximum(old, jnp.max(logits, axis=0, keepdims=True))
-                weights = jnp.exp2(logits - peak)
-                shrink = jnp.exp2(old - peak)
-                peak_ref[k, :, at] = peak
-                total_ref[k, :, at] = total_ref[k, :, at] * shrink + jnp.sum(
-                    weights, axis=0, keepdims=True
-                )
-                update = jax.lax.dot_general(
-                    value,
-                    weights.astype(parts.product_dtype),
-                    (((1,), (0,)), ((), ())),
-                    precision=parts.precision,
-                    preferred_element_type=jnp.float32,
-                )
-                acc_ref[k, :, at] = acc_ref[k, :, at] * shrink + update
+        def fold(unit: int, new_peak: jax.Array) -> None:
+            k, lane = units[unit]
+            at = slice(lane, lane + lanes)
+            old = peak_ref[k, :, at]
+            peak = jnp.maximum(old, new_peak)
+            shrink = jnp.exp2(old - peak)
+            weights = jnp.exp2(logits_ref[unit % 2, :size] - peak)
+            peak_ref[k, :, at] = peak
+            total_ref[k, :, at] = total_ref[k, :, at] * shrink + jnp.sum(
+                weights, axis=0, keepdims=True
+            )
+            weights_ref[unit % 2, :size] = weights.astype(parts.product_dtype)
+            update = jax.lax.dot_general(
+                value_of(k),
+                weights_ref[unit % 2, :size],
+                (((1,), (0,)), ((), ())),
+                precision=parts.precision,
+                preferred_element_type=jnp.float32,
+            )
+            acc_ref[k, :, at] = acc_ref[k, :, at] * shrink + update
 
-    def one_chunk(c: Any, carry: None) -> None:
+        values: dict[int, jax.Array] = {}
+
+        def value_of(k: int) -> jax.Array:
+            if k not in values:
+                values.clear()
+                begin = head_size - parts.value_begin
+                value = parts.value(buffer_ref[half, k, slots, :]).T
+                values[k] = value[begin : begin + head_size]
+            return values[k]
+
+        new_peak = scores(0)
+        for unit in range(len(units)):
+            later = scores(unit + 1) if unit + 1 < len(units) else new_peak
+            fold(unit, new_peak)
+            new_peak = later
+
+    def one_chunk(c: Any, number: Any, rest: Any, is_full: Any) -> None:
+        """Attend to chunk c of `number` blocks; `rest` blocks come after it."""
         half = parity_ref[0]
         parity_ref[0] = 1 - half
-        column = c * pages
-        number = jnp.minimum(blocks - column, pages)
+        column = first + c * pages
 
-        @pl.when(c + 1 < num_chunks)
+        @_when(rest > 0)
         def _() -> None:
-            rest = jnp.minimum(blocks - column - pages, pages)
-            fetch(table_ref, first + column + pages, 1 - half, rest)
+            fetch(table_ref, column + pages, 1 - half, _minimum(rest, pages))
 
-        @pl.when(c + 1 == num_chunks)
+        @_when(rest <= 0)
         def _() -> None:
             fetch_following()
 
         wait_blocks(half, number)
-        position = (first + column) * block_size
-        is_full = position + chunk - 1 <= seen
-        if options.sliding_window is not None:
-            is_full &= position > seen + count - 1 - options.sliding_window
+        position = column * block_size
 
-        @pl.when(is_full)
+        @_when(is_full)
         def _() -> None:
             attend(half, 0, chunk, position, masked=False)
 
-        @pl.when(~is_full)
+        @_when(jnp.logical_not(is_full) if isinstance(is_full, jax.Array) else not is_full)
         def _() -> None:
             def step(j: Any, carry: None) -> None:
                 offset = pl.multiple_of(j * sub_chunk, sub_chunk)
@@ -420,17 +458,35 @@ def _kernel(
 
             jax.lax.fori_loop(0, pl.cdiv(number, sub_pages), step, None)
 
-    @pl.when((i == 0) & (count > 0))
+    def all_chunks() -> None:
+        if profile is not None:
+            full, steps = profile
+            jax.lax.fori_loop(0, full, lambda c, _: one_chunk(c, pages, pages, True), None)
+            if steps:
+                one_chunk(full, steps * sub_pages, 0, False)
+            return
+
+        def body(c: Any, carry: None) -> None:
+            rest = blocks - (c + 1) * pages
+            position = (first + c * pages) * block_size
+            is_full = position + chunk - 1 <= seen
+            if options.sliding_window is not None:
+                is_full &= position > seen + count - 1 - options.sliding_window
+            one_chunk(c, jnp.minimum(rest + pages, pages), rest, is_full)
+
+        jax.lax.fori_loop(0, num_chunks, body, None)
+
+    @_when((i == 0) & is_used)
     def _() -> None:
         parity_ref[0] = 0
         copy_q(i, 0, start=True)
-        fetch(table_ref, first, 0, jnp.minimum(blocks, pages))
+        fetch(table_ref, first, 0, first_number)
 
-    @pl.when(count > 0)
+    @_when(is_used)
     def _() -> None:
         half = i % 2
 
-        @pl.when(has_following)
+        @_when(has_following)
         def _() -> None:
             copy_q(following, 1 - half, start=True)
 
@@ -440,15 +496,15 @@ def _kernel(
         peak_ref[...] = jnp.where(sink == -jnp.inf, _NO_PEAK, sink * _LOG2_E)
         total_ref[...] = jnp.where(sink == -jnp.inf, 0.0, 1.0)
         acc_ref[...] = jnp.zeros(acc_ref.shape, jnp.float32)
-        jax.lax.fori_loop(0, num_chunks, one_chunk, None)
+        all_chunks()
 
-        @pl.when(i > 0)
+        @_when(i > 0)
         def _() -> None:
             copy_out(i - 1, start=False)
 
         pack_rows()
         copy_out(i, start=True)
 
-        @pl.when(~has_following)
+        @_when(not has_following if has_following is True else ~has_following)
         def _() -> None:
             copy_out(i, start=False)

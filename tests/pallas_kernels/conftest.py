@@ -1,0 +1,21 @@
+"""How much was checked, in numbers, at the end of a run."""
+
+from __future__ import annotations
+
+import pytest
+
+PAIRS = {
+    "kernel_case": "(kernel, case, implementation)",
+    "kernel_chip": "(kernel, chip), compiled",
+}
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    seen: dict[str, set[object]] = {name: set() for name in PAIRS}
+    for report in terminalreporter.stats.get("passed", []):
+        for name, value in getattr(report, "user_properties", ()):
+            if name in seen:
+                seen[name].add(value)
+    for name, what in PAIRS.items():
+        if seen[name]:
+            terminalreporter.write_line(f"{len(seen[name])} pairs of {what}")
