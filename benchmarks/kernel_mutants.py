@@ -50,6 +50,7 @@ class Copy:
             "PYTHONPATH": str(self.folder / "site"),
             "PYTHONDONTWRITEBYTECODE": "1",
             "JAX_ENABLE_COMPILATION_CACHE": "false",
+            "NPROC": "16",  # see tests/pallas_kernels/implementations.py
         }
         command = [
             sys.executable,

@@ -1,4 +1,4 @@
-"""Benchmarks that need a device run without one at tiny sizes, so that a typo cannot cost a turn."""
+"""Benchmarks that need a device run without one at tiny sizes: a typo must not cost a turn."""
 
 from __future__ import annotations
 

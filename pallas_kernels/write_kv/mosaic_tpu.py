@@ -35,7 +35,7 @@ def write_kv_mosaic_tpu(
     _, heads, block_size, width = kv_cache.shape
     # Single tokens move less in small windows; long runs need fewer large ones. Modelled on v6e (8
     # heads, H=128, bfloat16), in cycles: a lone token 206 with 8 rows and 252 with 16, a token of
-    # a run 21 and 13.
+    # a run 21 and 14.
     rows = math.gcd(block_size, 8 if slots.shape[0] <= 512 else 16)
     _check(slots.shape[0], rows, kv_cache)
 

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import pytest
 
+from .implementations import CAN_SIMULATE
+
 PAIRS = {
     "kernel_case": "(kernel, case, implementation)",
     "kernel_chip": "(kernel, chip), compiled",
 }
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the simulated cases to `test_simulated.py`, which has the threads for them."""
+    if not CAN_SIMULATE:
+        left_out = [item for item in items if item.get_closest_marker("simulated")]
+        items[:] = [item for item in items if not item.get_closest_marker("simulated")]
+        config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

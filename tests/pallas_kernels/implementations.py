@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterable
 
 import jax
@@ -53,6 +54,12 @@ H200_RACES = Implementation(name="mosaic_gpu", chip="H200", mode="races")
 A100 = Implementation(name="mosaic_gpu", chip="A100", mode="simulate")
 B200 = Implementation(name="mosaic_gpu", chip="B200", mode="simulate")
 
+# The simulators run a thread for every program of a grid, on XLA's pool of threads, and wait in
+# them: with a pool of two, as on two cores, they can wait for ever. XLA takes the pool's size from
+# this variable, when the process starts.
+NPROC = "16"
+CAN_SIMULATE = os.environ.get("NPROC") == NPROC
+
 # What runs without --kernels: interpreted kernels are slow, the GPU's most of all.
 GPU_QUICK = {"decode-boundaries", "decode-unused-rows", "mixed", "not-causal", "int8", "fp8"}
 SIMULATED_QUICK = {"decode-unused-rows"}
@@ -82,6 +89,8 @@ def pairs(cases: Iterable[str], known: Iterable[Implementation] = QUICK) -> list
                 marks.append(pytest.mark.kernels)
             if implementation.mode == "races" and case in TOO_LARGE:
                 continue
+            if implementation.mode != "generic":
+                marks.append(pytest.mark.simulated)
             if implementation.platform == "gpu" and JAX_VERSION < (0, 12):
                 marks.append(pytest.mark.skip(reason="JAX 0.12 interprets GPU kernels"))
             params.append(

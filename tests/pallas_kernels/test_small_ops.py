@@ -1,9 +1,10 @@
-"""`copy_blocks`, `merge_states`, the layout and the dispatch."""
+"""Moving whole blocks, `merge_states` and the layout."""
 
 from __future__ import annotations
 
 import doctest
 import importlib
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -15,48 +16,185 @@ from octavo.pallas_kernels import (
     cache_shape,
     copy_blocks,
     debug_checks,
+    gather_blocks,
     init_kv_cache,
     merge_states,
     row_width,
+    scatter_blocks,
+)
+
+from .implementations import (
+    H200,
+    JAX_VERSION,
+    REFERENCE,
+    V6E,
+    V6E_RACES,
+    XLA,
+    Implementation,
 )
 
 
-def cache_of(num_blocks: int = 7) -> jax.Array:
-    return jax.random.normal(jax.random.key(0), (num_blocks, 2, 4, 16))
+def cache_of(num_blocks: int = 7, dtype: str = "float32", width: int = 128) -> jax.Array:
+    numbers = np.random.default_rng(0).integers(-100, 100, (num_blocks, 2, 4, width))
+    return jnp.asarray(numbers, jnp.int8).astype(dtype)
+
+
+def ids(*values: int) -> jax.Array:
+    return jnp.asarray(values, jnp.int32)
+
+
+IMPLEMENTATIONS = (REFERENCE, XLA, V6E, V6E_RACES, H200)
+DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
+
+
+def params(cases: Iterable[str]) -> list:
+    """(implementation, case, dtype) parameters: every dtype with one case, one with the others."""
+    found = []
+    for implementation in IMPLEMENTATIONS:
+        marks = []
+        if implementation.platform == "gpu" and JAX_VERSION < (0, 12):
+            marks.append(pytest.mark.skip(reason="JAX 0.12 interprets GPU kernels"))
+        for i, case in enumerate(cases):
+            for dtype in DTYPES if i == 0 else DTYPES[i % len(DTYPES) :][:1]:
+                name = f"{implementation}-{case}-{dtype}"
+                found.append(pytest.param(implementation, case, dtype, id=name, marks=marks))
+    return found
+
+
+def run(implementation: Implementation, op: Callable[..., jax.Array], *args: jax.Array):
+    with implementation.context():
+        fn = jax.jit(lambda *a: op(*a, implementation=implementation.name))
+        return np.asarray(fn(*args))
+
+
+def same_bits(got: np.ndarray, want: np.ndarray) -> None:
+    np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
 
 
 COPIES = {
+    "cycle-reads-before-it-writes": ([1, 2, 3, 4, 5], [2, 3, 1, 0, 6]),
+    "chain-longer-than-what-is-in-flight": ([*range(1, 22)], [*range(2, 23)]),
     "one": ([3], [5]),
-    "swap-reads-before-it-writes": ([2, 5], [5, 2]),
-    "padding": ([0, 3, 4], [0, 5, 0]),
-    "fan-out": ([3, 3, 3], [1, 2, 6]),
-    "none": ([], []),
+    "fan-out-and-onto-itself": ([3, 3, 3, 6], [1, 2, 6, 6]),
+    "many": ([*range(1, 21)], [*range(21, 41)]),
+    "one-target-twice": ([1, 2, 3, 4], [9, 7, 7, 9]),
+    "outside": ([3, 10**6, -1, 4, 5], [10**6, 2, 6, -(10**6), -1]),
+    "padding": ([3, 4], [0, 0]),
 }
 
 
-@pytest.mark.parametrize("name", COPIES)
-def test_copy_blocks_copies_those_and_no_others(name: str) -> None:
-    src, dst = (jnp.asarray(x, jnp.int32) for x in COPIES[name])
-    cache = cache_of()
-    want = np.asarray(cache).copy()
+@pytest.mark.parametrize(("implementation", "name", "dtype"), params(COPIES))
+def test_copy_blocks_copies_those_and_no_others(
+    implementation: Implementation, name: str, dtype: str, record_property
+) -> None:
+    record_property("kernel_case", f"copy_blocks, {name}, {dtype}, {implementation}")
+    cache = cache_of(42, dtype)
+    want, old = np.asarray(cache).copy(), np.asarray(cache)
     for s, d in zip(*COPIES[name], strict=True):
-        if d:
-            want[d] = np.asarray(cache)[s]
-    np.testing.assert_array_equal(np.asarray(jax.jit(copy_blocks)(cache, src, dst)), want)
+        if 0 < d < len(old):
+            want[d] = old[s if 0 <= s < len(old) else 0]
+    src, dst = (ids(*values) for values in COPIES[name])
+    same_bits(run(implementation, copy_blocks, cache, src, dst), want)
+
+
+PACKED = {
+    "several": [3, 0, 39, 3, 10**6, -4, 5],
+    "many": [*range(40, 1, -1)],
+    "one": [7],
+    "padding": [0, 0],
+}
+
+
+@pytest.mark.parametrize(("implementation", "name", "dtype"), params(PACKED))
+def test_gathered_and_scattered_blocks_are_the_cache_s(
+    implementation: Implementation, name: str, dtype: str, record_property
+) -> None:
+    record_property("kernel_case", f"gather and scatter, {name}, {dtype}, {implementation}")
+    cache, where = cache_of(42, dtype), PACKED[name]
+    old = np.asarray(cache)
+    blocks = run(implementation, gather_blocks, cache, ids(*where))
+    same_bits(blocks, old[[i if 0 <= i < len(old) else 0 for i in where]])
+
+    new = -cache_of(len(where), dtype)
+    want = old.copy()
+    for i, block in zip(where, np.asarray(new), strict=True):
+        if 0 < i < len(want):
+            want[i] = block  # of those with one id the last
+    same_bits(run(implementation, scatter_blocks, cache, ids(*where), new), want)
+
+
+@pytest.mark.parametrize("implementation", [REFERENCE, XLA, V6E, H200], ids=str)
+def test_no_blocks_are_no_work(implementation: Implementation) -> None:
+    cache, none = cache_of(), ids()
+    same_bits(run(implementation, copy_blocks, cache, none, none), np.asarray(cache))
+    assert run(implementation, gather_blocks, cache, none).shape == (0, 2, 4, 128)
+    same_bits(run(implementation, scatter_blocks, cache, none, cache[:0]), np.asarray(cache))
+
+
+@pytest.mark.parametrize("op", ["copy", "scatter"])
+@pytest.mark.parametrize("layers", ["unrolled", "scan"])
+def test_moving_blocks_does_not_copy_a_donated_cache(op: str, layers: str) -> None:
+    layer, both = (jax.ShapeDtypeStruct((n, 2, 16, 128), jnp.float32) for n in (1024, 2048))
+    index, packed = (
+        jax.ShapeDtypeStruct((4,), jnp.int32),
+        jax.ShapeDtypeStruct((4, 2, 16, 128), "f4"),
+    )
+
+    def move(cache, i, a, b):
+        return copy_blocks(cache, i + a, i + b) if op == "copy" else scatter_blocks(cache, i + a, b)
+
+    def unrolled(caches, a, b):
+        return [move(cache, jnp.int32(0), a, b) for cache in caches]
+
+    def scan(cache, a, b):
+        return jax.lax.scan(lambda c, i: (move(c, i, a, b), None), cache, ids(0, 1024))[0]
+
+    fn, first = (unrolled, [layer, layer]) if layers == "unrolled" else (scan, both)
+    args = (index, index if op == "copy" else packed)
+    analysis = jax.jit(fn, donate_argnums=0).lower(first, *args).compile().memory_analysis()
+    assert analysis is not None
+    assert analysis.temp_size_in_bytes < 1 << 19  # a layer is 16 MiB, four blocks 64 KiB
 
 
 @pytest.mark.parametrize("bad", [-1, 7, 10**6])
-def test_copy_blocks_never_touches_another_block(bad: int) -> None:
+def test_debug_mode_reports_a_block_outside(bad: int) -> None:
     cache = cache_of()
-    same = copy_blocks(cache, jnp.array([3], jnp.int32), jnp.array([bad], jnp.int32))
-    np.testing.assert_array_equal(np.asarray(same), np.asarray(cache))
-    null = copy_blocks(cache, jnp.array([bad], jnp.int32), jnp.array([5], jnp.int32))
-    np.testing.assert_array_equal(np.asarray(null[5]), np.asarray(cache[0]))
-    checked = checkify.checkify(copy_blocks, errors=checkify.user_checks)
-    with debug_checks(True):
-        error, _ = checked(cache, jnp.array([bad], jnp.int32), jnp.array([5], jnp.int32))
-    with pytest.raises(checkify.JaxRuntimeError, match="outside"):
-        error.throw()
+    for op, args in (
+        (copy_blocks, (cache, ids(bad), ids(5))),
+        (copy_blocks, (cache, ids(5), ids(bad))),
+        (gather_blocks, (cache, ids(bad))),
+        (scatter_blocks, (cache, ids(bad), cache[:1])),
+    ):
+        checked = checkify.checkify(op, errors=checkify.user_checks)
+        with debug_checks(True):
+            error, _ = checked(*args)
+        with pytest.raises(checkify.JaxRuntimeError, match="outside"):
+            error.throw()
+
+
+def test_gather_and_scatter_name_bad_arguments() -> None:
+    cache = cache_of()
+    with pytest.raises(ValueError, match=r"must be \[P, K, B, ROW\]"):
+        gather_blocks(cache[0], ids(1))
+    with pytest.raises(ValueError, match="must be a vector"):
+        gather_blocks(cache, ids(1)[None])
+    with pytest.raises(ValueError, match="block_ids has dtype"):
+        scatter_blocks(cache, ids(1).astype(jnp.int16), cache[:1])
+    with pytest.raises(ValueError, match="blocks is float32"):
+        scatter_blocks(cache, ids(1), cache[:2])
+    with pytest.raises(ValueError, match="blocks is bfloat16"):
+        scatter_blocks(cache, ids(1), cache[:1].astype(jnp.bfloat16))
+
+
+def test_a_kernel_says_what_blocks_it_cannot_move() -> None:
+    narrow, tiny = cache_of(width=80), cache_of(width=10)
+    with pytest.raises(NotImplementedError, match="multiple of 128"):
+        run(V6E, gather_blocks, narrow, ids(1))
+    with pytest.raises(NotImplementedError, match="float16"):
+        run(V6E, copy_blocks, cache_of(dtype="float16"), ids(1), ids(2))
+    message = "multiple of 128" if JAX_VERSION >= (0, 11) else "older than 0.11"
+    with pytest.raises(NotImplementedError, match=message):
+        run(H200, scatter_blocks, tiny, ids(1), tiny[:1])
 
 
 def test_copy_blocks_names_bad_arguments() -> None:

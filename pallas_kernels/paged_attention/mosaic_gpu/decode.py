@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...chips import current_chip, interpret_argument
+from ...tuning import tuned
 from ..arguments import AttentionOptions
 from .decode_geometry import Geometry
 from .decode_mma import decode_mma
@@ -38,7 +39,7 @@ def decode(
         tables: `int32[S, M]` block ids inside the pool, 0 past the context.
         context_lens: `int32[S]`; 0 for an unused row, which gets out 0 and lse -inf.
         sinks: `float32[N]` logits without a value, or None.
-        knobs: None means the heuristic's.
+        knobs: None means the measured ones, or the heuristic's.
 
     Returns:
         `(out [S, N, H] in q's dtype, lse float32[S, N])`.
@@ -60,13 +61,24 @@ def decode(
         scaled_e4m3=interpret is False,
     )
     if knobs is None:
-        knobs = decode_knobs(
+        guess = decode_knobs(
             num_seqs,
             num_kv_heads,
             tables.shape[1] * geometry.block_size,
             2 * geometry.row_words,
             geometry.fixed_bytes(MAX_TILE),
             chip,
+        )
+        knobs = tuned(
+            "mosaic_gpu.decode",
+            chip,
+            guess,
+            num_seqs=num_seqs,
+            num_kv_heads=num_kv_heads,
+            groups=groups,
+            head_size=head_size,
+            block_size=geometry.block_size,
+            dtype=kv_cache.dtype.name,
         )
     _check_knobs(knobs, geometry)
     # Interpret mode has no asynchronous copies but those of TMA.

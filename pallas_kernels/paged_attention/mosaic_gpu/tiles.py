@@ -13,7 +13,7 @@ from ...chips import Chip, current_chip, interpret_argument
 from ..arguments import AttentionOptions
 from .tiles_knobs import TilesKnobs, tiles_knobs
 from .tiles_load import Columns
-from .tiles_mma import tiles_mma
+from .tiles_mma import mma_tile_words, tiles_mma
 from .tiles_plan import max_tiles, pack_queries, plan_tiles, unpack_rows
 from .tiles_wgmma import tiles_wgmma
 
@@ -69,6 +69,12 @@ def tiles(
     if interpret is not False:
         knobs = dataclasses.replace(knobs, weights_in_smem=True)
     _check_knobs(knobs, groups)
+    kernel = tiles_wgmma
+    if chip.arch != (9, 0):
+        # Interpret mode has no other asynchronous copies.
+        use_tma = chip.arch > (9, 0) or interpret is not False
+        mma_tile_words(columns, min(block_size, knobs.block_kv), use_tma=use_tma)
+        kernel = functools.partial(tiles_mma, use_tma=use_tma)
     block_q = knobs.rows // groups
     if max_tiles(num_tokens, context_lens.shape[0], options.max_query_len, block_q) == 0:
         return jnp.zeros_like(q), jnp.full(q.shape[:2], -jnp.inf, jnp.float32)
@@ -77,11 +83,6 @@ def tiles(
     tables = jnp.pad(tables, ((0, 0), (0, pad)))
     plan = plan_tiles(num_tokens, context_lens, query_start, options, block_q, knobs.block_kv)
     queries = columns.split_queries(q.astype(columns.operand_dtype(kv_cache.dtype)))
-    kernel = tiles_wgmma
-    if chip.arch != (9, 0):
-        # Interpret mode has no other asynchronous copies.
-        use_tma = chip.arch > (9, 0) or interpret is not False
-        kernel = functools.partial(tiles_mma, use_tma=use_tma)
     out, lse = kernel(
         plan.table,
         tables,

@@ -44,7 +44,7 @@ def tiles_mma(
     num_tiles, num_kv_heads, rows, width = q.shape
     _, _, block_size, row_words = words.shape
     copy_rows = min(block_size, knobs.block_kv)
-    tile_words = _tile_words(columns, copy_rows, use_tma)
+    tile_words = mma_tile_words(columns, copy_rows, use_tma=use_tma)
     copies = knobs.block_kv // copy_rows
     kernel = plgpu.kernel(
         functools.partial(
@@ -85,16 +85,22 @@ def tiles_mma(
     return kernel(table, block_tables, q.reshape(-1, width), words.reshape(-1, row_words))
 
 
-def _tile_words(columns: Columns, copy_rows: int, use_tma: bool) -> int:
-    """Words of a row of a swizzled tile: keys and values both start at one."""
+def mma_tile_words(columns: Columns, copy_rows: int, *, use_tma: bool) -> int:
+    """Words of a row of a swizzled tile: keys and values both start at one.
+
+    Raises:
+        NotImplementedError: no tiling suits these heads and copies.
+    """
     row_words = 2 * columns.words
     fits = math.gcd(columns.box, row_words - columns.box, row_words)
     for words in (32, 16):
-        tiles = copy_rows // 8, row_words // words
         # Without TMA the four warps share the tiles of a copy.
-        if fits % words == 0 and (use_tma or tiles[0] % 4 == 0 or math.prod(tiles) % 4 == 0):
+        num_tiles = copy_rows // 8 * (row_words // words)
+        if fits % words == 0 and (use_tma or num_tiles % 4 == 0):
             return words
-    raise NotImplementedError(f"no tiling of rows of {row_words=} in copies of {copy_rows=} rows")
+    raise NotImplementedError(
+        f"heads of {columns.head_size} in copies of {copy_rows} rows do not divide over four warps"
+    )
 
 
 def _swizzled(shape: tuple[int, ...], dtype: Any, tile_words: int) -> Any:

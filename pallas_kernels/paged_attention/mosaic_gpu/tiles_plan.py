@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from ..arguments import AttentionOptions
 
@@ -90,7 +92,9 @@ def plan_tiles(
     place = token - query_start[owner]
     natural = tile_end[owner] - seq_tiles[owner] + place // block_q
     tile = jnp.clip(num_tiles - 1 - natural, 0, num_tiles - 1)
-    return TilePlan(jnp.stack(columns, axis=1), rows, tile, place % block_q)
+    plan = TilePlan(jnp.stack(columns, axis=1), rows, tile, place % block_q)
+    # Fused into the gathers, this arithmetic would be repeated for every number of q and out.
+    return TilePlan(*lax.optimization_barrier(tuple(plan)))
 
 
 def _owner(ends: jax.Array, index: jax.Array) -> jax.Array:
@@ -102,16 +106,23 @@ def _owner(ends: jax.Array, index: jax.Array) -> jax.Array:
 
 def pack_queries(q: jax.Array, plan: TilePlan, num_kv_heads: int, num_rows: int) -> jax.Array:
     """Queries `[T, N, H]` as tiles `[NT, K, M, H]`; padding rows repeat other rows."""
-    groups = q.shape[1] // num_kv_heads
-    row = jnp.minimum(jnp.arange(num_rows, dtype=jnp.int32), plan.rows.shape[1] * groups - 1)
-    token = plan.rows[:, row // groups][:, None, :]
-    head = jnp.arange(num_kv_heads, dtype=jnp.int32)[:, None] * groups + row % groups
-    return q[token, head]
+    _, num_heads, head_size = q.shape
+    groups = num_heads // num_kv_heads
+    row = np.minimum(np.arange(num_rows), plan.rows.shape[1] * groups - 1)
+    head = np.arange(num_kv_heads)[:, None] * groups + row % groups
+    index = plan.rows[:, None, row // groups] * num_heads + head
+    return _rows_of(q.reshape(-1, head_size), index)
 
 
 def unpack_rows(tiles: jax.Array, plan: TilePlan, num_heads: int) -> jax.Array:
     """Rows `[NT, K, M, ...]` back to `[T, N, ...]`."""
-    groups = num_heads // tiles.shape[1]
-    head = jnp.arange(num_heads, dtype=jnp.int32)
-    row = plan.slot[:, None] * groups + head % groups
-    return tiles[plan.tile[:, None], head // groups, row]
+    num_kv_heads, num_rows = tiles.shape[1:3]
+    groups = num_heads // num_kv_heads
+    head = np.arange(num_heads)
+    first = plan.tile * (num_kv_heads * num_rows) + plan.slot * groups
+    index = first[:, None] + (head // groups * num_rows + head % groups)
+    return _rows_of(tiles.reshape(-1, *tiles.shape[3:]), index)
+
+
+def _rows_of(array: jax.Array, index: jax.Array) -> jax.Array:
+    return array.at[index].get(mode="promise_in_bounds")

@@ -12,8 +12,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ...chips import current_chip, interpret_argument
 from ..arguments import AttentionOptions
-from .knobs import DecodeKnobs, default_decode_knobs
-from .rows import RowParts
+from .knobs import DecodeKnobs, Sizes, default_decode_knobs, vmem_limit
+from .rows import RowParts, check_vmem
 
 _SUBLANES = 8
 
@@ -33,14 +33,16 @@ def decode(
     _, num_kv_heads, block_size, width = kv_cache.shape
     groups = num_heads // num_kv_heads
     chip = current_chip()
-    if knobs is None:
-        knobs = default_decode_knobs(
-            num_kv_heads=num_kv_heads,
-            block_size=block_size,
-            row_width=width,
-            itemsize=kv_cache.dtype.itemsize,
-            chip=chip,
-        )
+    sizes = Sizes(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        block_size=block_size,
+        row_width=width,
+        head_size=head_size,
+        itemsize=kv_cache.dtype.itemsize,
+    )
+    knobs = knobs or default_decode_knobs(sizes, chip)
+    check_vmem(knobs, sizes, chip)
     parts = RowParts.of(kv_cache, head_size)
     pages = max(1, knobs.chunk_tokens // block_size)
     sub_pages = max(1, min(pages, knobs.tail_tokens // block_size))
@@ -102,7 +104,7 @@ def decode(
             ],
             scratch_shapes=[
                 pltpu.VMEM((2, num_kv_heads, chunk, width), kv_cache.dtype),
-                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SemaphoreType.DMA((2, pages)),
                 pltpu.SMEM((1,), jnp.int32),
             ],
         ),
@@ -111,7 +113,9 @@ def decode(
             jax.ShapeDtypeStruct((num_seqs, num_kv_heads, rows, 1), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=chip.local_bytes * 3 // 4
+            dimension_semantics=("arbitrary",),
+            vmem_limit_bytes=vmem_limit(chip),
+            disable_bounds_checks=True,
         ),
         interpret=interpret_argument(),
         name="paged_decode",
@@ -138,7 +142,7 @@ def _kernel(
     out_ref,  # [K, R, value_width]
     lse_ref,  # float32[K, R, 1]
     buffer_ref,  # [2, K, C, ROW]
-    semaphores,  # DMA[2]
+    semaphores,  # DMA[2, pages]
     parity_ref,  # SMEM int32[1]: which half of the buffer the next chunk is in
     *,
     options: AttentionOptions,
@@ -162,7 +166,7 @@ def _kernel(
         return pltpu.make_async_copy(
             kv_ref.at[ids_ref[0, column + page]],
             buffer_ref.at[half, :, pl.ds(pl.multiple_of(page * block_size, block_size), block_size)],
-            semaphores.at[half],
+            semaphores.at[half, page],
         )
 
     def fetch(ids_ref: Any, column: Any, half: Any, count: Any) -> None:
@@ -258,7 +262,8 @@ def _kernel(
 
     def whole_chunk(i: Any, softmax: Any) -> Any:
         half = fetch_next(i)
-        pltpu.make_async_copy(buffer_ref.at[half], buffer_ref.at[half], semaphores.at[half]).wait()
+        for page in range(pages):
+            copy(table_ref, 0, half, page).wait()
         position = first * block_size + i * chunk
         return attend(softmax, buffer_ref[half], position, masked=False)
 
@@ -268,7 +273,7 @@ def _kernel(
         half = fetch_next(whole)
 
         def wait(page: Any, carry: None) -> None:
-            copy(table_ref, first + whole * pages, half, page).wait()
+            copy(table_ref, 0, half, page).wait()
 
         jax.lax.fori_loop(0, rest, wait, None)
         steps = pl.cdiv(rest, sub_pages)

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...chips import Chip
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What a kernel's memory depends on.
+
+    Attributes:
+        num_heads: N.
+        num_kv_heads: K.
+        block_size: B.
+        row_width: ROW.
+        head_size: H.
+        itemsize: bytes of one number of the cache.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    block_size: int
+    row_width: int
+    head_size: int
+    itemsize: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in the cache, all KV heads."""
+        return self.num_kv_heads * self.row_width * self.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecodeKnobs:
-    """Sizes of the decode kernel.
+    """Sizes of the decode kernel, each a multiple of the block size or rounded to it.
 
     Attributes:
         chunk_tokens: tokens that one step of the pipeline copies and computes on.
@@ -19,18 +45,12 @@ class DecodeKnobs:
     chunk_tokens: int
     tail_tokens: int
 
-
-def default_decode_knobs(
-    *, num_kv_heads: int, block_size: int, row_width: int, itemsize: int, chip: Chip
-) -> DecodeKnobs:
-    """Long chunks, so that the waits for a product's first result are few, within VMEM."""
-    token_bytes = num_kv_heads * row_width * itemsize
-    budget = min(chip.local_bytes // 4, 16 << 20) // 2
-    chunk = 1024
-    while chunk > block_size and chunk * token_bytes > budget:
-        chunk //= 2
-    chunk = max(chunk, block_size)
-    return DecodeKnobs(chunk_tokens=chunk, tail_tokens=min(chunk, max(block_size, 128)))
+    def vmem_bytes(self, sizes: Sizes) -> int:
+        """Memory of the buffers that grow with the knobs, and of what is computed from them."""
+        chunk = max(self.chunk_tokens, sizes.block_size)
+        logits = max(sizes.num_heads, 8 * sizes.num_kv_heads) * 4
+        upcast = 0 if sizes.itemsize == 2 else sizes.num_kv_heads * sizes.row_width * 4
+        return chunk * (2 * sizes.token_bytes + 2 * logits + upcast)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +61,7 @@ class TilesKnobs:
         tile_queries: queries of one tile, a power of two.
         chunk_tokens: keys that one step of the pipeline copies, and computes on unmasked.
         masked_tokens: keys of one step where not every query sees every key.
-        lanes: rows (queries times query heads of a KV head) of one product.
+        lanes: rows (queries times query heads of a KV head) of one product, at most.
     """
 
     tile_queries: int
@@ -49,22 +69,43 @@ class TilesKnobs:
     masked_tokens: int
     lanes: int
 
+    def vmem_bytes(self, sizes: Sizes) -> int:
+        """Memory of the buffers."""
+        words = 2 if sizes.itemsize < 4 else 4
+        lanes = -(-sizes.head_size // 128) * 128
+        chunk = max(self.chunk_tokens, sizes.block_size)
+        queries = self.tile_queries * sizes.num_heads * (lanes * 4 * words + sizes.head_size * 4)
+        weights = chunk * min(self.lanes, self.tile_queries * sizes.num_heads) * (8 + 2 * words)
+        return queries + weights + 2 * chunk * sizes.token_bytes
 
-def default_tiles_knobs(
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    block_size: int,
-    row_width: int,
-    itemsize: int,
-    max_query_len: int,
-    chip: Chip,
-) -> TilesKnobs:
-    """Tiles of about 1024 rows per KV head, as far as VMEM allows."""
-    groups = num_heads // num_kv_heads
-    tile = 512
-    while tile > 8 and tile * groups > 1024:
-        tile //= 2
-    chunk = max(512, block_size)
-    tile = min(tile, max(8, 1 << (max_query_len - 1).bit_length()))
-    return TilesKnobs(tile_queries=tile, chunk_tokens=chunk, masked_tokens=min(chunk, max(256, block_size)), lanes=512)
+
+def vmem_limit(chip: Chip) -> int:
+    """What a kernel may ask for; the rest is the compiler's."""
+    return chip.local_bytes * 3 // 4
+
+
+def default_decode_knobs(sizes: Sizes, chip: Chip) -> DecodeKnobs:
+    """Chunks as long as VMEM allows: each waits once for the first result of its products."""
+    chunk = max(1024, sizes.block_size)
+    knobs = DecodeKnobs(chunk_tokens=chunk, tail_tokens=max(128, sizes.block_size))
+    while knobs.vmem_bytes(sizes) > chip.local_bytes // 2 and chunk > max(128, sizes.block_size):
+        chunk //= 2
+        knobs = replace(knobs, chunk_tokens=chunk)
+    return knobs
+
+
+def default_tiles_knobs(sizes: Sizes, max_query_len: int, chip: Chip) -> TilesKnobs:
+    """About 1024 rows per KV head, so that a product's operands are loaded seldom."""
+    groups = sizes.num_heads // sizes.num_kv_heads
+    smallest = 1 << (max(1, 128 // groups) - 1).bit_length()
+    tile = max(smallest, 1 << (1024 // groups).bit_length() - 1)
+    tile = min(tile, max(smallest, 1 << (max_query_len - 1).bit_length()))
+    knobs = TilesKnobs(tile_queries=tile, chunk_tokens=512, masked_tokens=256, lanes=512)
+    budget = chip.local_bytes * 5 // 8
+    if knobs.vmem_bytes(sizes) > budget:
+        knobs = replace(knobs, chunk_tokens=256)
+    while knobs.vmem_bytes(sizes) > budget and knobs.tile_queries > smallest:
+        knobs = replace(knobs, tile_queries=knobs.tile_queries // 2)
+    if knobs.vmem_bytes(sizes) > budget:
+        knobs = replace(knobs, chunk_tokens=128, masked_tokens=128)
+    return knobs

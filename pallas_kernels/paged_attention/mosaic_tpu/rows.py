@@ -8,7 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ...chips import Chip
 from ...layout import LANES
+from .knobs import DecodeKnobs, Sizes, TilesKnobs, vmem_limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,3 +56,17 @@ class RowParts:
         """Values `[..., C, value_width]` of rows `[..., C, ROW]`."""
         end = self.value_begin + self.value_width
         return kv[..., self.value_begin : end].astype(self.product_dtype)
+
+
+def check_vmem(knobs: DecodeKnobs | TilesKnobs, sizes: Sizes, chip: Chip) -> None:
+    """Check that the buffers fit into the chip's VMEM.
+
+    Raises:
+        NotImplementedError: they do not.
+    """
+    needed, limit = knobs.vmem_bytes(sizes), vmem_limit(chip)
+    if needed > limit:
+        raise NotImplementedError(
+            f"a block of {sizes.block_size} x {sizes.token_bytes} bytes needs {needed >> 20} MiB "
+            f"of VMEM with {knobs}; {chip.name} has {limit >> 20}"
+        )

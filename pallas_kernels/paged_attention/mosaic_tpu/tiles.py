@@ -12,10 +12,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ...chips import current_chip, interpret_argument
+from ...layout import LANES
 from ..arguments import AttentionOptions
-from .knobs import TilesKnobs, default_tiles_knobs
-from .rows import RowParts
+from .knobs import Sizes, TilesKnobs, default_tiles_knobs, vmem_limit
+from .rows import RowParts, check_vmem
 
+_SUBLANES = 8
 _LOG2_E = math.log2(math.e)
 # Finite, so that a row that has seen no key yet has differences that are numbers.
 _NO_PEAK = -1e30
@@ -52,18 +54,18 @@ def tiles(
     _, num_kv_heads, block_size, width = kv_cache.shape
     groups = num_heads // num_kv_heads
     chip = current_chip()
-    if knobs is None:
-        knobs = default_tiles_knobs(
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            block_size=block_size,
-            row_width=width,
-            itemsize=kv_cache.dtype.itemsize,
-            max_query_len=options.max_query_len,
-            chip=chip,
-        )
+    sizes = Sizes(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        block_size=block_size,
+        row_width=width,
+        head_size=head_size,
+        itemsize=kv_cache.dtype.itemsize,
+    )
+    knobs = knobs or default_tiles_knobs(sizes, options.max_query_len, chip)
+    check_vmem(knobs, sizes, chip)
     parts = RowParts.of(kv_cache, head_size)
-    pack = 2 if parts.product_dtype == jnp.bfloat16 and groups % 2 == 0 and num_heads % 16 == 0 else 1
+    pack = 2 if parts.product_dtype == jnp.bfloat16 and groups % 2 == 0 else 1
     pages = max(1, knobs.chunk_tokens // block_size)
     sub_pages = max(1, min(pages, knobs.masked_tokens // block_size))
     pages = pages // sub_pages * sub_pages
@@ -75,12 +77,11 @@ def tiles(
         block_size=block_size,
         pages=pages,
         sub_pages=sub_pages,
-        lanes=min(rows, knobs.lanes),
+        lanes=_lanes(tile, groups, knobs.lanes),
         causal=options.causal,
     )
     word_dtype = jnp.bfloat16 if pack == 2 else jnp.float32
-    words = q.astype(word_dtype)
-    words = jnp.pad(words, ((0, 0), (0, 0), (0, parts.key_width - head_size)))
+    words = _words(q.astype(word_dtype), parts.key_width, pack)
     scalars, row_of_token = _tile_list(
         context_lens, query_start, num_tokens, tile, block_size, options
     )
@@ -118,8 +119,8 @@ def tiles(
                 pl.BlockSpec((None, num_kv_heads, 1, rows), lambda i, _: (i, 0, 0, 0)),
             ],
             scratch_shapes=[
-                pltpu.VMEM((2, tile, num_heads, parts.key_width), word_dtype),
-                pltpu.VMEM((tile, num_heads, parts.key_width), word_dtype),
+                pltpu.VMEM((2, tile, *words.shape[1:]), word_dtype),
+                pltpu.VMEM((tile, *words.shape[1:]), word_dtype),
                 pltpu.VMEM((num_kv_heads, rows, parts.key_width), parts.product_dtype),
                 pltpu.VMEM((2, num_kv_heads, chunk, width), kv_cache.dtype),
                 pltpu.VMEM((num_kv_heads, 1, rows), jnp.float32),
@@ -138,14 +139,35 @@ def tiles(
             jax.ShapeDtypeStruct((num_tiles, num_kv_heads, 1, rows), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=chip.local_bytes * 3 // 4
+            dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit(chip)
         ),
         interpret=interpret_argument(),
         name="paged_tiles",
     )(scalars, tables[:, None, :], tables[:, None, :], row_sinks, words, kv_cache)
     lse = lse.reshape(num_tiles, num_kv_heads, groups // pack, tile, pack)
     lse = lse.transpose(0, 3, 1, 2, 4).reshape(num_tiles * tile, num_heads)
-    return out[..., :head_size].astype(q.dtype), lse[row_of_token]
+    out = out.reshape(num_tokens, parts.key_width // LANES, -1, LANES).swapaxes(1, 2)
+    out = out.reshape(num_tokens, -1, parts.key_width)[:, :num_heads, :head_size]
+    return out.astype(q.dtype), lse[row_of_token]
+
+
+def _words(q: jax.Array, width: int, pack: int) -> jax.Array:
+    """Queries as rows of 128 lanes `[T, W/128 x N, 128]`, N rounded up to whole vectors.
+
+    The kernel reads every N/pack-th 32-bit row, which wants a last axis of 128.
+    """
+    num_tokens, num_heads, head_size = q.shape
+    padding = -num_heads % (_SUBLANES * pack)
+    q = jnp.pad(q, ((0, 0), (0, padding), (0, width - head_size)))
+    q = q.reshape(num_tokens, -1, width // LANES, LANES).swapaxes(1, 2)
+    return q.reshape(num_tokens, -1, LANES)
+
+
+def _lanes(tile: int, groups: int, most: int) -> int:
+    """The largest part of `tile * groups` rows that divides them and is not above `most`."""
+    if tile >= most:
+        return most
+    return tile * max(d for d in range(1, groups + 1) if groups % d == 0 and tile * d <= most)
 
 
 def _tile_list(
@@ -202,12 +224,12 @@ def _kernel(
     table_ref,  # SMEM int32[1, M]
     next_table_ref,  # SMEM int32[1, M], of the next tile
     sinks_ref,  # float32[K, 1, R]
-    q_ref,  # HBM [T, N, W]
+    q_ref,  # HBM [T, W/128 x N, 128]
     kv_ref,  # HBM [P, K, B, ROW]
-    out_ref,  # HBM [T, N, W]
+    out_ref,  # HBM [T, W/128 x N, 128]
     lse_ref,  # float32[K, 1, R]
-    q_buffer_ref,  # [2, tile, N, W]
-    out_buffer_ref,  # [tile, N, W]
+    q_buffer_ref,  # [2, tile, W/128 x N, 128]
+    out_buffer_ref,  # [tile, W/128 x N, 128]
     rows_ref,  # [K, R, W]: queries of a KV head, R = G/pack x tile x pack
     buffer_ref,  # [2, K, C, ROW]
     peak_ref,  # float32[K, 1, R]
@@ -330,37 +352,43 @@ def _kernel(
     # Rows: word j of a KV head holds `pack` heads of a token.
 
     def words(ref: Any) -> Any:
-        """View `[tile, N, W]` as 32-bit `[tile * N / pack, W]`."""
+        """View `[tile, X, 128]` as 32-bit `[tile * X / pack, 128]`."""
         ref = ref.bitcast(jnp.int32) if pack == 2 else ref
         return ref.reshape(ref.shape[0] * ref.shape[1], ref.shape[2])
 
     words_per_token = out_buffer_ref.shape[1] // pack
-    per_head = words_per_token // num_kv_heads
+    num_parts = rows_ref.shape[2] // LANES
+    per_head = num_rows // (tile * pack)
+
+    def strided(part: int, k: int, j: int) -> Any:
+        first_word = part * (words_per_token // num_parts) + k * per_head + j
+        return pl.ds(first_word, tile, stride=words_per_token)
+
+    def places(k: int) -> Any:
+        """Word rows of a KV head, each with its rows and lanes in `rows_ref[k]`."""
+        for part in range(num_parts):
+            for j in range(per_head):
+                rows = slice(j * tile * pack, (j + 1) * tile * pack)
+                yield strided(part, k, j), rows, slice(part * LANES, (part + 1) * LANES)
 
     def unpack_rows(half: Any) -> None:
         source = words(q_buffer_ref.at[half])
         for k in range(num_kv_heads):
-            for j in range(per_head):
-                word = source[pl.ds(k * per_head + j, tile, stride=words_per_token), :]
+            for word_rows, rows, lane in places(k):
+                word = source[word_rows, :]
                 row = pltpu.bitcast(word, jnp.bfloat16) if pack == 2 else word
-                at = pl.ds(j * tile * pack, tile * pack)
-                if options.soft_cap is None:
-                    row = row.astype(jnp.float32) * (options.scale * _LOG2_E)
-                rows_ref[k, at, :] = row.astype(rows_ref.dtype)
+                rows_ref[k, rows, lane] = row.astype(rows_ref.dtype)
 
     def pack_rows() -> None:
         target = words(out_buffer_ref)
-        width = out_buffer_ref.shape[2]
         for k in range(num_kv_heads):
             total = total_ref[k]
             out = acc_ref[k] / jnp.where(total == 0, 1.0, total)
-            out = jnp.pad(out, ((0, width - head_size), (0, 0))).T
+            out = jnp.pad(out, ((0, rows_ref.shape[2] - head_size), (0, 0))).T
             lse_ref[k] = (peak_ref[k] + jnp.log2(total)) / _LOG2_E
-            for j in range(per_head):
-                row = out[j * tile * pack : (j + 1) * tile * pack]
-                row = row.astype(out_buffer_ref.dtype)
-                word = pltpu.bitcast(row, jnp.int32) if pack == 2 else row
-                target[pl.ds(k * per_head + j, tile, stride=words_per_token), :] = word
+            for word_rows, rows, lane in places(k):
+                row = out[rows, lane].astype(out_buffer_ref.dtype)
+                target[word_rows, :] = pltpu.bitcast(row, jnp.int32) if pack == 2 else row
 
     # Softmax, with the keys of a chunk on the sublanes and the queries on the lanes.
 
@@ -380,7 +408,9 @@ def _kernel(
                 precision=parts.precision,
                 preferred_element_type=jnp.float32,
             )
-            if options.soft_cap is not None:
+            if options.soft_cap is None:
+                logits = logits * (options.scale * _LOG2_E)
+            else:
                 logits = options.logits(logits) * _LOG2_E
             if masked:
                 key = position + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
