@@ -22,6 +22,7 @@ os.environ.update(
     JAX_PLATFORMS="cpu",
     MOSAIC_GPU_DUMP_TO=str(_DUMP),
     MOSAIC_GPU_DUMP_PTXAS="1",
+    ALLOW_MULTIPLE_LIBTPU_LOAD="1",
     TPU_SKIP_MDS_QUERY="1",
     TPU_WORKER_HOSTNAMES="localhost",
     TPU_ACCELERATOR_TYPE="v5litepod-4",

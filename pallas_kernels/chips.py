@@ -167,7 +167,7 @@ def _unknown_gpu(kind: str, arch: tuple[int, int], num_cores: int | None) -> Chi
     older = [chip for chip in relatives if chip.arch <= arch] or relatives
     closest = max(older, key=lambda chip: chip.arch)
     # Consumer chips of a generation have less shared memory than its data-centre ones.
-    smem = closest.local_bytes if arch[1] == 0 else 101376
+    smem = closest.local_bytes if arch[1] == 0 and arch < (12, 0) else 101376
     return Chip(
         platform="gpu",
         name=kind.lower().replace(" ", "-"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import jax
 import pytest
@@ -60,40 +60,30 @@ B200 = Implementation(name="mosaic_gpu", chip="B200", mode="simulate")
 NPROC = "16"
 CAN_SIMULATE = os.environ.get("NPROC") == NPROC
 
-# What runs without --kernels: interpreted kernels are slow, the GPU's most of all.
-GPU_QUICK = {"decode-boundaries", "decode-unused-rows", "mixed", "not-causal", "int8", "fp8"}
-SIMULATED_QUICK = {"decode-unused-rows"}
-QUICK: dict[Implementation, set[str] | None] = {
-    REFERENCE: None,
-    XLA: None,
-    V6E: None,
-    V4: set(),
-    V6E_RACES: SIMULATED_QUICK,
-    H200: GPU_QUICK,
-    H200_RACES: set(),
-    A100: {"mixed"},
-    B200: set(),
-}
-# The simulators take seconds a call, and these take many calls' worth of blocks.
-TOO_LARGE = {"decode-long", "decode-thousands", "prefill-over-tiles", "prefill-thousands"}
 
-
-def pairs(cases: Iterable[str], known: Iterable[Implementation] = QUICK) -> list:
-    """(implementation, case) parameters; those for --kernels only carry its mark."""
-    params = []
-    for implementation in known:
-        quick = QUICK[implementation]
+def params(
+    quick: Mapping[Implementation, Iterable[str]], cases: Iterable[str], *, skip: Iterable[str] = ()
+) -> list:
+    """(implementation, case) parameters: of every case, but those that are not quick need
+    --kernels, and the simulators leave those to skip out."""
+    found = []
+    for implementation, fast in quick.items():
         for case in cases:
-            marks = []
-            if quick is not None and case not in quick:
-                marks.append(pytest.mark.kernels)
-            if implementation.mode == "races" and case in TOO_LARGE:
+            if implementation.mode == "races" and case in skip:
                 continue
-            if implementation.mode != "generic":
-                marks.append(pytest.mark.simulated)
-            if implementation.platform == "gpu" and JAX_VERSION < (0, 12):
-                marks.append(pytest.mark.skip(reason="JAX 0.12 interprets GPU kernels"))
-            params.append(
-                pytest.param(implementation, case, id=f"{implementation}-{case}", marks=marks)
+            marks = [] if case in fast else [pytest.mark.kernels]
+            name = f"{implementation}-{case}"
+            found.append(
+                pytest.param(implementation, case, id=name, marks=marks_of(implementation, *marks))
             )
-    return params
+    return found
+
+
+def marks_of(implementation: Implementation, *more: pytest.MarkDecorator) -> list:
+    """The marks that every test of an implementation needs."""
+    marks = list(more)
+    if implementation.mode != "generic":
+        marks.append(pytest.mark.simulated)
+    if implementation.platform == "gpu" and JAX_VERSION < (0, 12):
+        marks.append(pytest.mark.skip(reason="JAX 0.12 interprets GPU kernels"))
+    return marks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 
 import jax
@@ -12,9 +13,37 @@ import pytest
 from attention_cases import CASES, Problem, build, errors
 from jax.experimental import checkify
 
-from octavo.pallas_kernels import debug_checks, paged_attention
+from octavo.pallas_kernels import Tuning, debug_checks, kernel_tuning, paged_attention
 
-from .implementations import REFERENCE, V6E, XLA, Implementation, pairs
+from .implementations import (
+    A100,
+    B200,
+    H200,
+    H200_RACES,
+    REFERENCE,
+    V4,
+    V6E,
+    V6E_RACES,
+    XLA,
+    Implementation,
+    marks_of,
+    params,
+)
+
+# What runs without --kernels.
+QUICK: dict[Implementation, set[str]] = {
+    REFERENCE: set(CASES),
+    XLA: set(CASES),
+    V6E: {"decode-boundaries", "mixed", "not-causal", "window-below", "sinks", "int8", "h256"},
+    V4: set(),
+    V6E_RACES: {"decode-unused-rows"},
+    H200: {"decode-boundaries", "decode-unused-rows", "mixed", "not-causal", "int8", "fp8"},
+    H200_RACES: {"decode-unused-rows"},
+    A100: {"mixed"},
+    B200: set(),
+}
+# The simulators take seconds a call, and these take many calls' worth of blocks.
+TOO_LARGE = {"decode-long", "decode-thousands", "prefill-over-tiles", "prefill-thousands"}
 
 # Cases that a Pallas kernel says it cannot serve, and what it says.
 REFUSED = {
@@ -22,6 +51,7 @@ REFUSED = {
     ("mosaic_gpu", "block-3"): "block size",
 }
 FAST = (REFERENCE, XLA, V6E)
+INTERPRETED = [pytest.param(i, marks=marks_of(i), id=str(i)) for i in (*FAST, H200)]
 
 
 def run(problem: Problem, implementation: Implementation, **more) -> tuple[jax.Array, jax.Array]:
@@ -34,7 +64,7 @@ def run(problem: Problem, implementation: Implementation, **more) -> tuple[jax.A
         return jax.block_until_ready(fn(*problem.args))
 
 
-@pytest.mark.parametrize(("implementation", "name"), pairs(CASES))
+@pytest.mark.parametrize(("implementation", "name"), params(QUICK, CASES, skip=TOO_LARGE))
 def test_matches_float64(
     implementation: Implementation, name: str, record_property: Callable[[str, object], None]
 ) -> None:
@@ -87,6 +117,44 @@ def test_block_order_does_not_matter_to_the_bit(
         strict=True,
     ):
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("implementation", INTERPRETED)
+@pytest.mark.parametrize("kept", [0, 1])
+def test_the_companions_of_a_sequence_do_not_change_a_bit(
+    kept: int, implementation: Implementation
+) -> None:
+    """A decode and a prefill, beside others with as short and as other contexts as can be."""
+    case = implementation.adapt(CASES["mixed"])
+    problem = build(case, platform=implementation.platform)
+    q, cache, tables, lens, start = problem.args
+    query_lens = np.diff(np.asarray(start))
+    mine = np.arange(len(lens)) == kept
+    other_lens = np.where(mine, np.asarray(lens), query_lens).astype(np.int32)
+    moved = np.where(mine[:, None], np.asarray(tables), np.roll(np.asarray(tables), 1, axis=0))
+    moved = np.where(mine[:, None] | (moved < cache.shape[0]), moved, 0)
+    args = (q, cache, jnp.asarray(moved), jnp.asarray(other_lens), start)
+    other = run(dataclasses.replace(problem, args=args), implementation)
+    own = slice(int(start[kept]), int(start[kept + 1]))
+    for got, want in zip(other, run(problem, implementation), strict=True):
+        np.testing.assert_array_equal(
+            np.asarray(got[own], np.float32), np.asarray(want[own], np.float32)
+        )
+        assert np.isfinite(np.asarray(got[own], np.float32)).all()
+
+
+@pytest.mark.parametrize("implementation", [pytest.param(H200, marks=marks_of(H200), id=str(H200))])
+def test_splits_of_the_keys_change_no_more_than_rounding(implementation: Implementation) -> None:
+    problem = build(implementation.adapt(CASES["decode-chunk-edges"]))
+    results = []
+    for splits in (1, 3, 16):
+        entry = {"kernel": "mosaic_gpu.decode", "chip": "h200", "when": {}}
+        tuning = Tuning.from_json(json.dumps([entry | {"knobs": {"splits": splits}}]))
+        with kernel_tuning(tuning):
+            results.append(run(problem, implementation))
+    for out, lse in results:
+        assert errors(out, lse, problem)[0] <= 2e-2
+        np.testing.assert_allclose(lse, results[0][1], atol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", FAST, ids=str)

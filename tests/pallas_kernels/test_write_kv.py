@@ -37,6 +37,7 @@ from .implementations import (
     V6E_RACES,
     XLA,
     Implementation,
+    params,
 )
 
 LARGEST = {"int8": 127, "float8_e4m3fn": 448}
@@ -106,28 +107,14 @@ CASES = {
 QUICK: dict[Implementation, set[str]] = {
     REFERENCE: set(CASES),
     XLA: set(CASES),
-    V6E: set(CASES) - {"opens-a-block", "all-padding"},
+    V6E: {"mixed", "shuffled-run", "runs", "mixed-int8"},
     V4: set(),
-    V6E_RACES: {"mixed", "large-blocks"},
-    H200: set(CASES),
-    H200_RACES: {"mixed", "large-blocks"},
-    A100: {"mixed"},
+    V6E_RACES: {"mixed"},
+    H200: {"mixed", "shuffled-run", "mixed-fp8"},
+    H200_RACES: {"mixed"},
+    A100: set(),
     B200: set(),
 }
-
-
-def pairs() -> list:
-    """(implementation, case) parameters; what is not quick carries the mark of --kernels."""
-    params = []
-    for implementation, quick in QUICK.items():
-        for name in CASES:
-            marks = [] if name in quick else [pytest.mark.kernels]
-            if implementation.platform == "gpu" and JAX_VERSION < (0, 12):
-                marks.append(pytest.mark.skip(reason="JAX 0.12 interprets GPU kernels"))
-            params.append(
-                pytest.param(implementation, name, id=f"{implementation}-{name}", marks=marks)
-            )
-    return params
 
 
 def inputs(case: Case, platform: str = "cpu") -> tuple[list[jax.Array], dict[str, jax.Array]]:
@@ -182,7 +169,7 @@ def run(
         return jax.block_until_ready(fn(*args))
 
 
-@pytest.mark.parametrize(("implementation", "name"), pairs())
+@pytest.mark.parametrize(("implementation", "name"), params(QUICK, CASES))
 def test_matches_numpy_to_the_bit(
     implementation: Implementation, name: str, record_property: Callable[[str, object], None]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
@@ -30,22 +31,29 @@ def test_the_engine_example_prints_answers(smollm2, capsys: pytest.CaptureFixtur
     assert out.startswith("0 ") and len(out) > 60
 
 
-def test_the_attention_example_fits_the_ops() -> None:
+def test_the_attention_example_is_attention() -> None:
     import jax.numpy as jnp
 
+    from octavo.paged import packed_batch
+
+    tables, lens = jnp.array([[1]], jnp.int32), jnp.array([2], jnp.int32)
+    batch, _ = packed_batch(tables, lens, lens, num_tokens=2, block_size=16)
     names = {
         "kv_cache": jnp.zeros((4, 1, 16, 16)),
         "k": jnp.ones((2, 1, 8)),
         "v": jnp.ones((2, 1, 8)),
         "q": jnp.ones((2, 2, 8)),
-        "slots": jnp.array([16, 17], jnp.int32),
-        "block_tables": jnp.array([[1]], jnp.int32),
-        "context_lens": jnp.array([2], jnp.int32),
-        "query_start": jnp.array([0, 2], jnp.int32),
+        "batch": batch,
     }
-    exec(snippet_with("write_kv("), names)
+    exec(snippet_with("cached_attention("), names)
     assert names["out"].shape == (2, 2, 8)
     assert bool(jnp.allclose(names["out"], 1.0))
+
+
+def test_the_interpreted_kernels_of_the_readme_run() -> None:
+    names: dict = {}
+    exec(snippet_with("interpret_kernels("), names)
+    np.testing.assert_allclose(names["out"], 1.0, rtol=1e-6)
 
 
 def test_the_block_manager_example_prints_what_it_says(

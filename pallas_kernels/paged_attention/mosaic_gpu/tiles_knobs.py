@@ -13,7 +13,7 @@ class TilesKnobs:
     """What may be tuned.
 
     Attributes:
-        rows: rows of a tile, tokens * G rounded up: a multiple of 64.
+        rows: rows of a tile, tokens * G rounded up: 64 or 128.
         block_kv: keys of one step, a power of two.
         stages: steps of keys and values in shared memory.
         words_units: chunks of an 8-bit cache on their way into shared memory, keys and values
@@ -35,7 +35,7 @@ def tiles_knobs(columns: Columns, chip: Chip) -> TilesKnobs:
 
 
 def _wgmma_knobs(columns: Columns, chip: Chip) -> TilesKnobs:
-    """Two warpgroups of 64 rows, and 128 keys while the accumulators fit in 232 registers.
+    """Two warpgroups of 64 rows, and 128 keys while the accumulators fit in 224 registers.
 
     A thread needs block_kv / 2 registers for scores, half as many for weights, and half of the
     columns for the output. As many stages as shared memory holds, up to 4.

@@ -79,6 +79,13 @@ class Columns:
         return lax.bitcast_convert_type(pairs, jnp.uint16)
 
 
+def swizzled(shape: tuple[int, ...], dtype: Any, step: int) -> Any:
+    """Shared memory of 16-bit numbers in swizzled tiles, `step` (16, 32 or 64) columns wide."""
+    gpu: Any = plgpu  # type checkers take the transforms for abstract classes
+    transforms = (gpu.TilingTransform((8, step)), gpu.SwizzleTransform(2 * step))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
 class Stream(NamedTuple):
     """Keys or values on their way: a ring of operands, its barriers, the cache's columns."""
 

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..arguments import AttentionOptions
 from .tiles_knobs import TilesKnobs
-from .tiles_load import Columns, upcast
+from .tiles_load import Columns, swizzled, upcast
 from .tiles_plan import CONTEXT, COUNT, FIRST, FULL_BEGIN, FULL_END, LAST, POSITION, SEQ
 from .tiles_softmax import Softmax, add_scores, finish, over_rows, seen
 
@@ -45,7 +45,13 @@ def tiles_mma(
     _, _, block_size, row_words = words.shape
     copy_rows = min(block_size, knobs.block_kv)
     tile_words = mma_tile_words(columns, copy_rows, use_tma=use_tma)
-    copies = knobs.block_kv // copy_rows
+    landed = plgpu.Barrier(num_barriers=knobs.stages, num_arrivals=knobs.block_kv // copy_rows)
+    scratch: dict[str, Any] = {
+        "q_smem": swizzled((rows, width), q.dtype, tile_words),
+        "kv_ring": swizzled((knobs.stages, knobs.block_kv, row_words), words.dtype, tile_words),
+        "q_landed": plgpu.Barrier() if use_tma else None,
+        "kv_landed": landed if use_tma else None,
+    }
     kernel = plgpu.kernel(
         functools.partial(
             _kernel,
@@ -66,16 +72,7 @@ def tiles_mma(
         # The KV head runs fastest, so that the heaviest tiles of all heads start first.
         grid=(num_tiles, num_kv_heads),
         grid_names=("tile", "kv_head"),
-        scratch_types={
-            "q_smem": _swizzled((rows, width), q.dtype, tile_words),
-            "kv_ring": _swizzled(
-                (knobs.stages, knobs.block_kv, row_words), words.dtype, tile_words
-            ),
-            "q_landed": plgpu.Barrier() if use_tma else None,
-            "kv_landed": plgpu.Barrier(num_barriers=knobs.stages, num_arrivals=copies)
-            if use_tma
-            else None,
-        },
+        scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
@@ -101,11 +98,6 @@ def mma_tile_words(columns: Columns, copy_rows: int, *, use_tma: bool) -> int:
     raise NotImplementedError(
         f"heads of {columns.head_size} in copies of {copy_rows} rows do not divide over four warps"
     )
-
-
-def _swizzled(shape: tuple[int, ...], dtype: Any, tile_words: int) -> Any:
-    transforms = (plgpu.TilingTransform((8, tile_words)), plgpu.SwizzleTransform(2 * tile_words))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def _kernel(
@@ -248,20 +240,20 @@ def _interpreted_mma(acc: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
     return acc + jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32), precision=exact)
 
 
-def _as_operand(weights: jax.Array, acc_layout: Any, lhs: Any) -> jax.Array:
+def _as_operand(weights: jax.Array, acc_layout: Any, lhs: Any) -> Any:
     """A product's 16-bit result as a left operand: every thread holds what it needs already."""
     from jax.experimental.mosaic import gpu as mgpu
 
     result = plgpu.ShapeDtypeStruct(weights.shape, weights.dtype, lhs)
 
-    @plgpu.inline_mgpu(arg_types=(acc_layout,), return_type=result)
     def rename(_: Any, array: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         # Two neighbouring 8-column tiles of a result are one 16-column tile of an operand.
         layout = lhs.to_mgpu()
         registers = array.registers.reshape(layout.registers_shape(array.shape))
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
-    return rename(weights)
+    inline: Any = plgpu.inline_mgpu(arg_types=(acc_layout,), return_type=result)
+    return inline(rename)(weights)
 
 
 def _store(ref: Any, value: jax.Array) -> None:

@@ -29,7 +29,7 @@ class Softmax(NamedTuple):
         return cls(*(plgpu.layout_cast(x, layout.reduce(1)) for x in (peak, total)))
 
 
-def over_rows(row_values: jax.Array, shape: tuple[int, int], layout: Any) -> jax.Array:
+def over_rows(row_values: jax.Array, shape: tuple[int, ...], layout: Any) -> jax.Array:
     """Repeat one value per row along the columns."""
     return plgpu.layout_cast(lax.broadcast_in_dim(row_values, shape, (0,)), layout)
 

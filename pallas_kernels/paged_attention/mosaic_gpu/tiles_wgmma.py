@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..arguments import AttentionOptions
 from .tiles_knobs import TilesKnobs
-from .tiles_load import Columns, Stream, load, load_and_upcast
+from .tiles_load import Columns, Stream, load, load_and_upcast, swizzled
 from .tiles_plan import CONTEXT, COUNT, FIRST, FULL_BEGIN, FULL_END, LAST, POSITION, SEQ
 from .tiles_softmax import Softmax, add_scores, finish, over_rows, seen
 
@@ -78,15 +78,16 @@ def tiles_wgmma(
 
 def _scratch(columns: Columns, block_size: int, dtype: Any, knobs: TilesKnobs) -> dict[str, Any]:
     num_wgs = knobs.rows // _WG_ROWS
+    tile = math.gcd(columns.box, 64)
     copies = knobs.block_kv // min(block_size, knobs.block_kv)
-    ring = _operand((knobs.stages, knobs.block_kv, columns.width), dtype, columns.box)
+    ring = swizzled((knobs.stages, knobs.block_kv, columns.width), dtype, tile)
     freed = plgpu.Barrier(num_barriers=knobs.stages, num_arrivals=num_wgs)
     # An upcast chunk arrives from the warpgroup that made it, a copied one from every box.
     landed = plgpu.Barrier(
         num_barriers=knobs.stages, num_arrivals=copies if columns.parts == 1 else 1
     )
     scratch = {
-        "q_smem": _operand((num_wgs, _WG_ROWS, columns.width), dtype, columns.box),
+        "q_smem": swizzled((num_wgs, _WG_ROWS, columns.width), dtype, tile),
         "lse_smem": plgpu.SMEM((num_wgs, _WG_ROWS), jnp.float32),
         "weights_smem": None,
         "words_ring": None,
@@ -102,20 +103,13 @@ def _scratch(columns: Columns, block_size: int, dtype: Any, knobs: TilesKnobs) -
     }
     if knobs.weights_in_smem:
         weights_shape = (num_wgs, _WG_ROWS, knobs.block_kv)
-        scratch["weights_smem"] = _operand(weights_shape, dtype, columns.box)
+        scratch["weights_smem"] = swizzled(weights_shape, dtype, tile)
     if columns.parts == 2:
         value_start = 2 * columns.words - columns.box
         shape = (knobs.words_units, knobs.block_kv, columns.box)
-        scratch["words_ring"] = _operand(shape, jnp.uint16, math.gcd(columns.box, value_start))
+        scratch["words_ring"] = swizzled(shape, jnp.uint16, math.gcd(columns.box, value_start, 64))
         scratch["words_landed"] = plgpu.Barrier(num_barriers=knobs.words_units, num_arrivals=copies)
     return scratch
-
-
-def _operand(shape: tuple[int, ...], dtype: Any, step: int) -> Any:
-    """Shared memory in swizzled tiles, the widest that a copy in steps of columns can fill."""
-    tile = math.gcd(step, 64)
-    transforms = (plgpu.TilingTransform((8, tile)), plgpu.SwizzleTransform(2 * tile))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def _kernel(
@@ -223,7 +217,8 @@ def _compute(
         return seen(scores_shape, *where, options, groups, _LAYOUT)
 
     def switch():
-        # The warpgroups take turns at the tensor cores: one's softmax hides the other's products.
+        # Called before and after products, by the last warpgroup once more before its first ones:
+        # so they take turns at the tensor cores, and one's softmax hides the other's products.
         if num_wgs > 1:
             plgpu.barrier_arrive(turn)
             plgpu.barrier_wait(turn)
@@ -246,7 +241,7 @@ def _compute(
             multiply(ref, *args)
             return ref[...]
 
-        return pl.run_scoped(body, plgpu.ACC(shape, jnp.float32))
+        return pl.run_scoped(body, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
     def products(acc, weights, chunk, *, has_next: bool):
         """Add the chunk's values to acc and, in one go, multiply the next chunk's keys."""
@@ -261,12 +256,13 @@ def _compute(
             if has_next:
                 multiply_keys(scores_ref, chunk + 1)
             multiply_values(acc_ref, weights, chunk)
+            switch()
 
         if has_next:
             return pl.run_state(lambda refs: both(*refs))(
-                (plgpu.ACC.init(acc), plgpu.ACC.init(zeros))
+                (plgpu.WGMMAAccumulatorRef.init(acc), plgpu.WGMMAAccumulatorRef.init(zeros))
             )
-        return pl.run_state(both)(plgpu.ACC.init(acc)), None
+        return pl.run_state(both)(plgpu.WGMMAAccumulatorRef.init(acc)), None
 
     def products_by_smem(acc, weights, chunk, *, has_next: bool):
         own_weights = weights_smem.at[wg]
@@ -276,7 +272,9 @@ def _compute(
         scores = None
         if has_next:
             scores = run_products(scores_shape, multiply_keys, chunk + 1)
-        return acc + run_products(acc.shape, multiply_values, own_weights, chunk), scores
+        acc += run_products(acc.shape, multiply_values, own_weights, chunk)
+        switch()
+        return acc, scores
 
     def step(chunk, carry, *, masked: bool, has_next: bool = True):
         acc, scores, state = carry
@@ -293,6 +291,7 @@ def _compute(
     plgpu.barrier_wait(q_landed.at[wg])
     pl.when(wg == num_wgs - 1)(switch)
     scores = run_products(scores_shape, multiply_keys, first)
+    switch()
     plgpu.barrier_arrive(keys.freed.at[0])
     carry = acc, scores, Softmax.empty(_WG_ROWS, _LAYOUT)
     full_begin, full_end = table_ref[tile, FULL_BEGIN], table_ref[tile, FULL_END]
@@ -301,6 +300,7 @@ def _compute(
         carry = lax.fori_loop(first, full_begin, masked_step, carry)
     carry = lax.fori_loop(full_begin, full_end, functools.partial(step, masked=False), carry)
     carry = lax.fori_loop(full_end, last - 1, masked_step, carry)
+    acc: Any
     acc, _, state = masked_step(last - 1, carry, has_next=False)
     pl.when(wg == 0)(switch)
 

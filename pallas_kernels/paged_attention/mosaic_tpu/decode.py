@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ...chips import current_chip, interpret_argument
 from ..arguments import AttentionOptions
 from .knobs import DecodeKnobs, Sizes, default_decode_knobs, vmem_limit
-from .rows import RowParts, check_vmem
+from .rows import RowParts, check_supported
 
 _SUBLANES = 8
 
@@ -29,6 +29,32 @@ def decode(
     knobs: DecodeKnobs | None = None,
     profile_len: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
+    """Attention of one query per sequence: see `octavo.pallas_kernels.paged_attention`.
+
+    A grid step per sequence walks its context in chunks of blocks. Two halves of a buffer take
+    turns: while one chunk is attended to, the next is copied, and during a sequence's last
+    chunk that is the first one of the next sequence. Products and softmax run over all KV heads
+    at once, which hides the latency of the matrix unit.
+
+    A sequence's result depends on the knobs and on nothing else of the batch, bit for bit.
+
+    Args:
+        q: `[S, N, H]`.
+        kv_cache: `[P, K, B, ROW]`.
+        tables: `int32[S, M]`, every id in `[0, P)`.
+        context_lens: `int32[S]`; 0 gives zeros and an lse of -inf (or the sink).
+        sinks: `float32[N]` or None.
+        options: see `AttentionOptions`.
+        knobs: None means `default_decode_knobs`.
+        profile_len: a context length, a multiple of the chunk, that every sequence is taken to
+            have, so that a static profiler sees loops of known length. Never for results.
+
+    Returns:
+        `(out [S, N, H] in q's dtype, lse float32[S, N])`.
+
+    Raises:
+        NotImplementedError: the cache has a dtype, a shape or blocks that do not fit the chip.
+    """
     num_seqs, num_heads, head_size = q.shape
     _, num_kv_heads, block_size, width = kv_cache.shape
     groups = num_heads // num_kv_heads
@@ -42,7 +68,7 @@ def decode(
         itemsize=kv_cache.dtype.itemsize,
     )
     knobs = knobs or default_decode_knobs(sizes, chip)
-    check_vmem(knobs, sizes, chip)
+    check_supported(kv_cache, head_size, knobs, sizes, chip)
     parts = RowParts.of(kv_cache, head_size)
     pages = max(1, knobs.chunk_tokens // block_size)
     sub_pages = max(1, min(pages, knobs.tail_tokens // block_size))
@@ -115,7 +141,8 @@ def decode(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
             vmem_limit_bytes=vmem_limit(chip),
-            disable_bounds_checks=True,
+            # The ids are safe already. (The static profiler follows copies by their checks.)
+            disable_bounds_checks=profile_len is None,
         ),
         interpret=interpret_argument(),
         name="paged_decode",
@@ -163,9 +190,10 @@ def _kernel(
     num_chunks = (blocks + pages - 1) // pages
 
     def copy(ids_ref: Any, column: Any, half: Any, page: Any) -> Any:
+        slots = pl.ds(pl.multiple_of(page * block_size, block_size), block_size)
         return pltpu.make_async_copy(
             kv_ref.at[ids_ref[0, column + page]],
-            buffer_ref.at[half, :, pl.ds(pl.multiple_of(page * block_size, block_size), block_size)],
+            buffer_ref.at[half, :, slots],
             semaphores.at[half, page],
         )
 
@@ -176,7 +204,6 @@ def _kernel(
             copy(ids_ref, column, half, page).start()
 
         if profile_len is None:
-
             # 0 x NaN is NaN: what the tail's last step reads past the copied blocks must be finite.
             @pl.when(count % sub_pages > 0)
             def _() -> None:

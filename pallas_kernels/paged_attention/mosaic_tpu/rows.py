@@ -12,6 +12,8 @@ from ...chips import Chip
 from ...layout import LANES
 from .knobs import DecodeKnobs, Sizes, TilesKnobs, vmem_limit
 
+_SUBLANES = 8
+
 
 @dataclass(frozen=True, kw_only=True)
 class RowParts:
@@ -58,15 +60,27 @@ class RowParts:
         return kv[..., self.value_begin : end].astype(self.product_dtype)
 
 
-def check_vmem(knobs: DecodeKnobs | TilesKnobs, sizes: Sizes, chip: Chip) -> None:
-    """Check that the buffers fit into the chip's VMEM.
+def check_supported(
+    kv_cache: jax.Array, head_size: int, knobs: DecodeKnobs | TilesKnobs, sizes: Sizes, chip: Chip
+) -> None:
+    """Check what the wrapper cannot know.
 
     Raises:
-        NotImplementedError: they do not.
+        NotImplementedError: the kernels cannot serve such a cache on this chip.
     """
+    dtypes = (jnp.bfloat16, jnp.float32, jnp.int8, jnp.float8_e4m3fn)
+    if kv_cache.dtype not in dtypes:
+        raise NotImplementedError(f"{kv_cache.dtype=} must be bfloat16, float32, int8 or e4m3")
+    block_size, width = kv_cache.shape[2:]
+    if width % LANES:
+        raise NotImplementedError(f"rows of {width} are no multiple of {LANES}: see row_width")
+    if head_size % _SUBLANES:
+        raise NotImplementedError(f"{head_size=} must be a multiple of {_SUBLANES}")
+    if block_size < _SUBLANES or block_size & (block_size - 1):
+        raise NotImplementedError(f"{block_size=} must be a power of two of at least {_SUBLANES}")
     needed, limit = knobs.vmem_bytes(sizes), vmem_limit(chip)
     if needed > limit:
         raise NotImplementedError(
-            f"a block of {sizes.block_size} x {sizes.token_bytes} bytes needs {needed >> 20} MiB "
-            f"of VMEM with {knobs}; {chip.name} has {limit >> 20}"
+            f"blocks of {block_size} x {sizes.token_bytes} bytes need {needed >> 20} MiB of VMEM "
+            f"with {knobs}; {chip.name} has {limit >> 20} MiB"
         )

@@ -15,7 +15,7 @@ from ...chips import current_chip, interpret_argument
 from ...layout import LANES
 from ..arguments import AttentionOptions
 from .knobs import Sizes, TilesKnobs, default_tiles_knobs, vmem_limit
-from .rows import RowParts, check_vmem
+from .rows import RowParts, check_supported
 
 _SUBLANES = 8
 _LOG2_E = math.log2(math.e)
@@ -27,6 +27,7 @@ class _Plan(NamedTuple):
     """Static sizes of one call.
 
     pack: heads of one 32-bit word of a packed query row.
+    simulated: whether Pallas' TPU simulator runs this, which has no views of references.
     """
 
     tile: int
@@ -36,6 +37,7 @@ class _Plan(NamedTuple):
     sub_pages: int
     lanes: int
     causal: bool
+    simulated: bool
 
 
 def tiles(
@@ -50,6 +52,39 @@ def tiles(
     knobs: TilesKnobs | None = None,
     profile: tuple[int, int] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
+    """Attention of sequences with several queries: see `octavo.pallas_kernels.paged_attention`.
+
+    A grid step per tile of queries walks the keys that the tile sees in chunks, copied as in
+    `decode`. Scores have keys on sublanes and queries (times the G heads that share a KV head)
+    on lanes: the softmax then reduces over sublanes, which the vector unit does without
+    shuffles, and the weights are an operand of the second product as they are. A chunk that all
+    queries see wholly runs without a mask; at the diagonal, at the edges of a window and at the
+    end of the context, smaller masked steps skip what nobody sees.
+
+    Queries stay packed: their 32-bit words are read and written with a stride, which separates
+    KV heads at no cost. Only the rows of a tile's own tokens are written.
+
+    A sequence's result depends on its own queries, context and the knobs, bit for bit.
+
+    Args:
+        q: `[T, N, H]`.
+        kv_cache: `[P, K, B, ROW]`.
+        tables: `int32[S, M]`, every id in `[0, P)`.
+        context_lens: `int32[S]`.
+        query_start: `int32[S+1]`.
+        sinks: `float32[N]` or None.
+        options: see `AttentionOptions`.
+        knobs: None means `default_tiles_knobs`.
+        profile: (whole chunks, masked steps) that every tile is taken to have, so that a static
+            profiler sees loops of known length. Never for results.
+
+    Returns:
+        `(out [T, N, H] in q's dtype, lse float32[T, N])`; rows of tokens of sequences with one
+        query and of padding hold anything.
+
+    Raises:
+        NotImplementedError: the cache has a dtype, a shape or blocks that do not fit the chip.
+    """
     num_tokens, num_heads, head_size = q.shape
     _, num_kv_heads, block_size, width = kv_cache.shape
     groups = num_heads // num_kv_heads
@@ -63,7 +98,7 @@ def tiles(
         itemsize=kv_cache.dtype.itemsize,
     )
     knobs = knobs or default_tiles_knobs(sizes, options.max_query_len, chip)
-    check_vmem(knobs, sizes, chip)
+    check_supported(kv_cache, head_size, knobs, sizes, chip)
     parts = RowParts.of(kv_cache, head_size)
     pack = 2 if parts.product_dtype == jnp.bfloat16 and groups % 2 == 0 else 1
     pages = max(1, knobs.chunk_tokens // block_size)
@@ -79,6 +114,7 @@ def tiles(
         sub_pages=sub_pages,
         lanes=_lanes(tile, groups, knobs.lanes),
         causal=options.causal,
+        simulated=isinstance(interpret_argument(), pltpu.InterpretParams),
     )
     word_dtype = jnp.bfloat16 if pack == 2 else jnp.float32
     words = _words(q.astype(word_dtype), parts.key_width, pack)
@@ -128,7 +164,7 @@ def tiles(
                 pltpu.VMEM((num_kv_heads, head_size, rows), jnp.float32),
                 pltpu.VMEM((2, chunk, plan.lanes), jnp.float32),
                 pltpu.VMEM((2, chunk, plan.lanes), parts.product_dtype),
-                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SemaphoreType.DMA((2, pages)),
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.SemaphoreType.DMA(()),
                 pltpu.SMEM((1,), jnp.int32),
@@ -139,7 +175,9 @@ def tiles(
             jax.ShapeDtypeStruct((num_tiles, num_kv_heads, 1, rows), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit(chip)
+            dimension_semantics=("arbitrary",),
+            vmem_limit_bytes=vmem_limit(chip),
+            disable_bounds_checks=profile is None,
         ),
         interpret=interpret_argument(),
         name="paged_tiles",
@@ -237,7 +275,7 @@ def _kernel(
     acc_ref,  # float32[K, H, R]
     logits_ref,  # float32[2, C, lanes]
     weights_ref,  # [2, C, lanes]
-    kv_semaphores,  # DMA[2]
+    kv_semaphores,  # DMA[2, pages]
     q_semaphores,  # DMA[2]
     out_semaphore,  # DMA
     parity_ref,  # SMEM int32[1]: which half of the buffer the next chunk is in
@@ -249,11 +287,11 @@ def _kernel(
     profile: tuple[int, int] | None,
 ):
     i = pl.program_id(0)
-    tile, pack, block_size, pages, sub_pages, lanes, causal = plan
+    tile, pack, block_size, pages, sub_pages, lanes, causal, _ = plan
     num_kv_heads, head_size, num_rows = acc_ref.shape
     chunk = pages * block_size
     sub_chunk = sub_pages * block_size
-    _, token, count, seen, first, blocks = (scalars_ref[row, i] for row in range(6))
+    count, seen, first, blocks = (scalars_ref[row, i] for row in range(2, 6))
     following = jnp.minimum(i + 1, num_tiles - 1)
     has_following = (i + 1 < num_tiles) & (scalars_ref[2, following] > 0)
     first_number = jnp.minimum(blocks, pages)
@@ -271,7 +309,7 @@ def _kernel(
         return pltpu.make_async_copy(
             kv_ref.at[ids_ref[0, column + page]],
             buffer_ref.at[half, :, slots],
-            kv_semaphores.at[half],
+            kv_semaphores.at[half, page],
         )
 
     def fetch(ids_ref: Any, column: Any, half: Any, number: Any) -> None:
@@ -299,13 +337,13 @@ def _kernel(
     def wait_blocks(half: Any, number: Any) -> None:
         @_when(number == pages)
         def _() -> None:
-            whole = buffer_ref.at[half]
-            pltpu.make_async_copy(whole, whole, kv_semaphores.at[half]).wait()
+            for page in range(pages):
+                copy_block(table_ref, 0, half, page).wait()
 
         @_when(number < pages)
         def _() -> None:
             def one(page: Any, carry: None) -> None:
-                copy_block(table_ref, 0, half, 0).wait()
+                copy_block(table_ref, 0, half, page).wait()
 
             jax.lax.fori_loop(0, number, one, None)
 
@@ -351,44 +389,50 @@ def _kernel(
 
     # Rows: word j of a KV head holds `pack` heads of a token.
 
-    def words(ref: Any) -> Any:
-        """View `[tile, X, 128]` as 32-bit `[tile * X / pack, 128]`."""
-        ref = ref.bitcast(jnp.int32) if pack == 2 else ref
-        return ref.reshape(ref.shape[0] * ref.shape[1], ref.shape[2])
-
     words_per_token = out_buffer_ref.shape[1] // pack
     num_parts = rows_ref.shape[2] // LANES
     per_head = num_rows // (tile * pack)
 
-    def strided(part: int, k: int, j: int) -> Any:
-        first_word = part * (words_per_token // num_parts) + k * per_head + j
-        return pl.ds(first_word, tile, stride=words_per_token)
-
     def places(k: int) -> Any:
-        """Word rows of a KV head, each with its rows and lanes in `rows_ref[k]`."""
+        """First words of a KV head, each with its rows and lanes in `rows_ref[k]`."""
         for part in range(num_parts):
             for j in range(per_head):
+                word = part * (words_per_token // num_parts) + k * per_head + j
                 rows = slice(j * tile * pack, (j + 1) * tile * pack)
-                yield strided(part, k, j), rows, slice(part * LANES, (part + 1) * LANES)
+                yield word, rows, slice(part * LANES, (part + 1) * LANES)
+
+    def words(ref: Any, first_word: int) -> Any:
+        """One word of each token of `[tile, X, 128]`, as 32-bit `[tile, 128]`."""
+        ref = ref.bitcast(jnp.int32) if pack == 2 else ref
+        flat = ref.reshape(tile * words_per_token, LANES)
+        return flat.at[pl.ds(first_word, tile, stride=words_per_token), :]
+
+    def heads(word: int) -> Any:
+        return pl.ds(word * pack, pack)
 
     def unpack_rows(half: Any) -> None:
-        source = words(q_buffer_ref.at[half])
         for k in range(num_kv_heads):
-            for word_rows, rows, lane in places(k):
-                word = source[word_rows, :]
-                row = pltpu.bitcast(word, jnp.bfloat16) if pack == 2 else word
+            for word, rows, lane in places(k):
+                if plan.simulated:
+                    row = q_buffer_ref[half, :, heads(word), :].reshape(tile * pack, LANES)
+                else:
+                    row = words(q_buffer_ref.at[half], word)[...]
+                    row = pltpu.bitcast(row, jnp.bfloat16) if pack == 2 else row
                 rows_ref[k, rows, lane] = row.astype(rows_ref.dtype)
 
     def pack_rows() -> None:
-        target = words(out_buffer_ref)
         for k in range(num_kv_heads):
             total = total_ref[k]
             out = acc_ref[k] / jnp.where(total == 0, 1.0, total)
             out = jnp.pad(out, ((0, rows_ref.shape[2] - head_size), (0, 0))).T
             lse_ref[k] = (peak_ref[k] + jnp.log2(total)) / _LOG2_E
-            for word_rows, rows, lane in places(k):
+            for word, rows, lane in places(k):
                 row = out[rows, lane].astype(out_buffer_ref.dtype)
-                target[word_rows, :] = pltpu.bitcast(row, jnp.int32) if pack == 2 else row
+                if plan.simulated:
+                    out_buffer_ref[:, heads(word), :] = row.reshape(tile, pack, LANES)
+                else:
+                    row = pltpu.bitcast(row, jnp.int32) if pack == 2 else row
+                    words(out_buffer_ref, word)[...] = row
 
     # Softmax, with the keys of a chunk on the sublanes and the queries on the lanes.
 
@@ -413,11 +457,9 @@ def _kernel(
             else:
                 logits = options.logits(logits) * _LOG2_E
             if masked:
-                key = position + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
-                limit = seen
-                if causal:
-                    row = lane + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-                    limit = seen + row % (tile * pack) // pack
+                key = position + jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0)
+                row = lane + jax.lax.broadcasted_iota(jnp.int32, (1, lanes), 1)
+                limit = seen + (row % (tile * pack) // pack if causal else 0 * row)
                 logits = jnp.where(options.visible(key, limit), logits, -jnp.inf)
             logits_ref[unit % 2, :size] = logits
             return jnp.max(logits, axis=0, keepdims=True)
