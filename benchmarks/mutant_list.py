@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ATTENTION, WRITE, SMALL = "test_paged_attention.py", "test_write_kv.py", "test_small_ops.py"
-TPU, RACES = "v6 lite-generic", "v6 lite-races"
+TPU, RACES = "lite-generic", "lite-races"
 GPU = "H200-simulate"
 
 
@@ -21,6 +21,7 @@ class Mutant:
     select: str
 
 
+WRITE_TPU, WRITE_GPU = "write_kv/mosaic_tpu.py", "write_kv/mosaic_gpu.py"
 GPU_DECODE = "paged_attention/mosaic_gpu/decode_mma.py"
 
 
@@ -32,6 +33,16 @@ def gpu_decode(what: str, old: str, new: str, case: str, file: str = GPU_DECODE)
         new=new,
         tests=ATTENTION,
         select=f"matches and {GPU}-{case}",
+    )
+
+
+def write(what: str, file: str, old: str, new: str, select: str) -> Mutant:
+    return Mutant(what=f"write_kv: {what}", file=file, old=old, new=new, tests=WRITE, select=select)
+
+
+def move(what: str, file: str, old: str, new: str, select: str) -> Mutant:
+    return Mutant(
+        what=f"moving blocks: {what}", file=file, old=old, new=new, tests=SMALL, select=select
     )
 
 
@@ -139,5 +150,131 @@ MUTANTS: tuple[Mutant, ...] = (
         new="            pass\n",
         tests=ATTENTION,
         select="matches and H200-races-decode-chunk-edges",
+    ),
+    write(
+        "keys and values change places",
+        WRITE_TPU,
+        "jnp.concatenate([k, v], axis=-1)",
+        "jnp.concatenate([v, k], axis=-1)",
+        f"to_the_bit and {TPU}-mixed",
+    ),
+    write(
+        "stale bits beside a row",
+        WRITE_TPU,
+        "                word &= jnp.uint32((1 << bits) - 1)\n",
+        "",
+        f"to_the_bit and {RACES}-mixed",
+    ),
+    write(
+        "the wait for a window is dropped",
+        WRITE_TPU,
+        "            read(ring[_WINDOW, slot], slot).wait()",
+        "            pass",
+        f"to_the_bit and {RACES}-mixed",
+    ),
+    write(
+        "the wait for new rows is dropped",
+        WRITE_TPU,
+        "            read_new(0, 0, 1, slot).wait()",
+        "            pass",
+        f"to_the_bit and {RACES}-mixed",
+    ),
+    write(
+        "the wait for a write is dropped",
+        WRITE_TPU,
+        "            write(ring[_WINDOW, before], before).wait()",
+        "            pass",
+        f"to_the_bit and {RACES}-large",
+    ),
+    write(
+        "an opened block keeps what was in it",
+        WRITE_TPU,
+        "keeps = ~is_run & (block != opened)",
+        "keeps = ~is_run",
+        f"to_the_bit and {TPU}-mixed",
+    ),
+    write(
+        "the null block is written",
+        WRITE_TPU,
+        "is_live = (slots >= block_size) & (slots < past)",
+        "is_live = (slots >= 0) & (slots < past)",
+        f"to_the_bit and {TPU}-mixed",
+    ),
+    write(
+        "shuffled tokens count as a run",
+        WRITE_TPU,
+        "& (jnp.roll(order, -i) - order == i)",
+        "",
+        f"to_the_bit and {TPU}-shuffled",
+    ),
+    write(
+        "a row is zeroed after it was written",
+        WRITE_GPU,
+        "jnp.where(opened, end, 0)",
+        "jnp.where(opened, block_size, 0)",
+        f"to_the_bit and {GPU}",
+    ),
+    write(
+        "a block that nobody opened is zeroed",
+        WRITE_GPU,
+        "jnp.where(opened, end, 0)",
+        "end",
+        f"to_the_bit and {GPU}-mixed",
+    ),
+    write(
+        "slots outside the pool are followed",
+        WRITE_GPU,
+        "live = (block > 0) & (block < num_blocks)",
+        "live = block > 0",
+        f"to_the_bit and {GPU}-mixed",
+    ),
+    write(
+        "large numbers do not saturate",
+        "quantise.py",
+        "jnp.clip(scaled, -largest, largest)",
+        "scaled",
+        "to_the_bit and xla-mixed-fp8",
+    ),
+    write(
+        "values take the scale of keys",
+        "write_kv/__init__.py",
+        "quantise(v, v_scale,",
+        "quantise(v, k_scale,",
+        "to_the_bit and xla-mixed-int8",
+    ),
+    move(
+        "a block that is read too is overwritten first",
+        "copy_blocks/overlap.py",
+        "jnp.any(writes & jnp.isin(dst, read))",
+        "jnp.any(writes & False)",
+        f"copies_those and ({RACES} or H200)",
+    ),
+    move(
+        "of two with one target the first counts",
+        "gather_blocks/targets.py",
+        "jnp.where(is_last, ordered, NULL_BLOCK)",
+        "ordered",
+        "copies_those and twice",
+    ),
+    move(
+        "the last copy is not waited for",
+        "tpu_memory.py",
+        "    @pl.loop(max(0, count - _IN_FLIGHT), count)",
+        "    @pl.loop(max(0, count - _IN_FLIGHT) + 1, count)",
+        f"{RACES} and (copies or gathered)",
+    ),
+    move(
+        "a copy in flight is not waited for",
+        "tpu_memory.py",
+        "when(i - _IN_FLIGHT, lambda: copy(i - _IN_FLIGHT).wait())",
+        "pass",
+        f"{RACES} and many",
+    ),
+    move(
+        "an id outside the pool is followed",
+        "layout.py",
+        "return jnp.where(inside, block_ids, NULL_BLOCK)",
+        "return block_ids",
+        "copies_those or gathered",
     ),
 )

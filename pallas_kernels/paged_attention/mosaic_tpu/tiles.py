@@ -27,7 +27,7 @@ class _Plan(NamedTuple):
     """Static sizes of one call.
 
     pack: heads of one 32-bit word of a packed query row.
-    simulated: whether Pallas' TPU simulator runs this, which has no views of references.
+    simulated: see `_is_simulated`.
     """
 
     tile: int
@@ -114,7 +114,7 @@ def tiles(
         sub_pages=sub_pages,
         lanes=_lanes(tile, groups, knobs.lanes),
         causal=options.causal,
-        simulated=isinstance(interpret_argument(), pltpu.InterpretParams),
+        simulated=_is_simulated(),
     )
     word_dtype = jnp.bfloat16 if pack == 2 else jnp.float32
     words = _words(q.astype(word_dtype), parts.key_width, pack)
@@ -199,6 +199,14 @@ def _words(q: jax.Array, width: int, pack: int) -> jax.Array:
     q = jnp.pad(q, ((0, 0), (0, padding), (0, width - head_size)))
     q = q.reshape(num_tokens, -1, width // LANES, LANES).swapaxes(1, 2)
     return q.reshape(num_tokens, -1, LANES)
+
+
+def _is_simulated() -> bool:
+    """Whether an interpreter runs this that has no views of references."""
+    interpret = interpret_argument()
+    if jax.__version_info__ < (0, 11):
+        return interpret is not False
+    return isinstance(interpret, pltpu.InterpretParams)
 
 
 def _lanes(tile: int, groups: int, most: int) -> int:
