@@ -80,9 +80,12 @@ def tiles(
     if max_tiles(num_tokens, context_lens.shape[0], options.max_query_len, block_q) == 0:
         return jnp.zeros_like(q), jnp.full(q.shape[:2], -jnp.inf, jnp.float32)
 
-    pad = -tables.shape[1] % max(1, knobs.block_kv // block_size)
+    num_chunks = max(1, -(-tables.shape[1] * block_size // knobs.block_kv))
+    pad = -(-num_chunks * knobs.block_kv // block_size) - tables.shape[1]
     tables = jnp.pad(tables, ((0, 0), (0, pad)))
-    plan = plan_tiles(num_tokens, context_lens, query_start, options, block_q, knobs.block_kv)
+    plan = plan_tiles(
+        num_tokens, context_lens, query_start, options, block_q, knobs.block_kv, num_chunks
+    )
     queries = columns.split_queries(q.astype(columns.operand_dtype(kv_cache.dtype)))
     out, lse = kernel(
         plan.table,

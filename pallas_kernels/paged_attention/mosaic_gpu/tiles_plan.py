@@ -54,11 +54,13 @@ def plan_tiles(
     options: AttentionOptions,
     block_q: int,
     block_kv: int,
+    num_chunks: int,
 ) -> TilePlan:
     """Cut the sequences that have more than one query into tiles.
 
     A sequence's last tile sees the most keys and comes first, so that the heaviest work starts
-    first and the lightest fills the gaps at the end.
+    first and the lightest fills the gaps at the end. No tile reads past `num_chunks`, where
+    its table ends, whatever the context length says.
     """
     num_seqs = context_lens.shape[0]
     num_tiles = max_tiles(num_tokens, num_seqs, options.max_query_len, block_q)
@@ -73,7 +75,7 @@ def plan_tiles(
     context = context_lens[seq]
     position = context - (query_start[seq + 1] - start)
     after = position + count if options.causal else context
-    last = jnp.maximum(-(-after // block_kv), 0)
+    last = jnp.clip(-(-after // block_kv), 0, num_chunks)
     full_end = jnp.maximum((position + 1 if options.causal else context) // block_kv, 0)
     first = full_begin = jnp.zeros_like(last)
     if options.sliding_window is not None:

@@ -556,6 +556,10 @@ def _kernel(
 
         jax.lax.fori_loop(0, num_chunks, body, None)
 
+        @_when(num_chunks <= 0)
+        def _() -> None:
+            fetch_following()
+
     @_when((i == 0) & is_used)
     def _() -> None:
         parity_ref[0] = 0
