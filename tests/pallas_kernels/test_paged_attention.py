@@ -13,7 +13,7 @@ import pytest
 from attention_cases import CASES, Problem, build, errors
 from jax.experimental import checkify
 
-from octavo.pallas_kernels import Tuning, debug_checks, kernel_tuning, paged_attention
+from octavo.pallas_kernels import CHIPS, Tuning, debug_checks, kernel_tuning, paged_attention
 
 from .implementations import (
     A100,
@@ -47,8 +47,8 @@ TOO_LARGE = {"decode-long", "decode-thousands", "prefill-over-tiles", "prefill-t
 
 # Cases that a Pallas kernel says it cannot serve, and what it says.
 REFUSED = {
-    ("mosaic_tpu", "block-3"): "block size",
-    ("mosaic_gpu", "block-3"): "block size",
+    ("mosaic_tpu", "block-3"): "block_size=3",
+    ("mosaic_gpu", "block-3"): "block_size=3",
 }
 FAST = (REFERENCE, XLA, V6E)
 INTERPRETED = [pytest.param(i, marks=marks_of(i), id=str(i)) for i in (*FAST, H200)]
@@ -143,12 +143,26 @@ def test_the_companions_of_a_sequence_do_not_change_a_bit(
         assert np.isfinite(np.asarray(got[own], np.float32)).all()
 
 
-@pytest.mark.parametrize("implementation", [pytest.param(H200, marks=marks_of(H200), id=str(H200))])
-def test_splits_of_the_keys_change_no_more_than_rounding(implementation: Implementation) -> None:
-    problem = build(implementation.adapt(CASES["decode-chunk-edges"]))
+@pytest.mark.parametrize(
+    ("implementation", "kernel", "name"),
+    [
+        pytest.param(i, kernel, name, marks=marks_of(i), id=f"{i}-{name}")
+        for i, kernel, name in (
+            (H200, "decode", "decode-chunk-edges"),
+            (H200, "tiles", "prefill-chunk"),
+            (H200, "tiles", "window-below"),
+            (A100, "tiles", "not-causal"),
+        )
+    ],
+)
+def test_splits_of_the_keys_change_no_more_than_rounding(
+    implementation: Implementation, kernel: str, name: str
+) -> None:
+    problem = build(implementation.adapt(CASES[name]))
     results = []
     for splits in (1, 3, 16):
-        entry = {"kernel": "mosaic_gpu.decode", "chip": "h200", "when": {}}
+        chip = CHIPS[implementation.chip or ""].name
+        entry = {"kernel": f"mosaic_gpu.{kernel}", "chip": chip, "when": {}}
         tuning = Tuning.from_json(json.dumps([entry | {"knobs": {"splits": splits}}]))
         with kernel_tuning(tuning):
             results.append(run(problem, implementation))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -14,6 +12,7 @@ from ..arguments import AttentionOptions
 from .decode_geometry import Geometry
 from .decode_mma import decode_mma
 from .knobs import MAX_TILE, DecodeKnobs, decode_knobs
+from .merge import merge_splits
 
 _CACHE_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "int8")
 
@@ -102,7 +101,7 @@ def decode(
         interpret=interpret,
     )
     out, lse = _head_rows(out, geometry), lse[..., :groups]
-    out, lse = (out[0], lse[0]) if knobs.splits == 1 else _merge(out, lse)
+    out, lse = (out[0], lse[0]) if knobs.splits == 1 else merge_splits(out, lse)
     out, lse = out.reshape(q.shape), lse.reshape(q.shape[:2])
     if sinks is not None:
         total = jnp.logaddexp(lse, sinks.astype(jnp.float32))
@@ -159,23 +158,3 @@ def _head_rows(out: jax.Array, geometry: Geometry) -> jax.Array:
     """The kernel's output as `[splits, S, K, G, H]`."""
     out = out[..., : geometry.groups, geometry.value_words - geometry.head_words :]
     return jnp.moveaxis(out, 3, 5).reshape(*out.shape[:3], geometry.groups, geometry.head_size)
-
-
-def _merge(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Join the splits `out float32[splits, ..., H]`, `lse float32[splits, ...]` of every row.
-
-    As one reduction of pairs, which XLA makes one kernel; a softmax over the splits takes five.
-    """
-
-    def join(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> Any:
-        (out_a, lse_a), (out_b, lse_b) = a, b
-        peak = jnp.maximum(lse_a, lse_b)
-        peak = jnp.where(jnp.isneginf(peak), 0.0, peak)
-        weight_a, weight_b = jnp.exp(lse_a - peak), jnp.exp(lse_b - peak)
-        total = weight_a + weight_b
-        joined = (out_a * weight_a + out_b * weight_b) / jnp.where(total == 0, 1.0, total)
-        return joined, peak + jnp.log(total)
-
-    states = (out, jnp.broadcast_to(lse[..., None], out.shape))
-    out, lse = jax.lax.reduce(states, (jnp.float32(0), jnp.float32(-jnp.inf)), join, (0,))
-    return out, lse[..., 0]

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...chips import Chip, current_chip, interpret_argument
+from ...tuning import tuned
 from ..arguments import AttentionOptions
-from .tiles_knobs import TilesKnobs, tiles_knobs
+from .merge import merge_splits
+from .tiles_knobs import TilesKnobs, tile_splits, tiles_knobs
 from .tiles_load import Columns
 from .tiles_mma import mma_tile_words, tiles_mma
 from .tiles_plan import max_tiles, pack_queries, plan_tiles, unpack_rows
@@ -33,8 +35,8 @@ def tiles(
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of the queries of sequences that have more than one; other rows are garbage.
 
-    A sequence's bits depend on its own inputs, on `knobs`, and, where those are not given, on H,
-    the cache's dtype and the chip that they are derived from; never on the other sequences.
+    A sequence's bits depend on its own inputs, on `knobs`, and, where those are not given, on the
+    static shapes and the chip that they are derived from; never on the other sequences.
 
     Queries and results travel packed by tile, a tile's rows side by side. The packing is one pass
     over q and one over out (4TNH bytes each, at 8,192 tokens of 32 heads of 128 about 5 % of the
@@ -64,7 +66,21 @@ def tiles(
     _check(kv_cache, head_size, chip)
     columns = Columns(head_size=head_size, parts=2 // kv_cache.dtype.itemsize)
     if knobs is None:
-        knobs = tiles_knobs(columns, chip)
+        guess = tiles_knobs(columns, chip)
+        max_context = tables.shape[1] * block_size
+        if groups <= guess.rows:
+            splits = tile_splits(guess, num_tokens, groups, num_kv_heads, max_context, chip)
+            guess = dataclasses.replace(guess, splits=splits)
+        knobs = tuned(
+            "mosaic_gpu.tiles",
+            chip,
+            guess,
+            num_kv_heads=num_kv_heads,
+            groups=groups,
+            head_size=head_size,
+            block_size=block_size,
+            dtype=kv_cache.dtype.name,
+        )
     interpret = interpret_argument()
     if interpret is not False:
         knobs = dataclasses.replace(knobs, weights_in_smem=True)
@@ -84,7 +100,14 @@ def tiles(
     pad = -(-num_chunks * knobs.block_kv // block_size) - tables.shape[1]
     tables = jnp.pad(tables, ((0, 0), (0, pad)))
     plan = plan_tiles(
-        num_tokens, context_lens, query_start, options, block_q, knobs.block_kv, num_chunks
+        num_tokens,
+        context_lens,
+        query_start,
+        options,
+        block_q,
+        knobs.block_kv,
+        num_chunks,
+        knobs.splits,
     )
     queries = columns.split_queries(q.astype(columns.operand_dtype(kv_cache.dtype)))
     out, lse = kernel(
@@ -99,11 +122,13 @@ def tiles(
         cache_dtype=kv_cache.dtype,
         interpret=interpret,
     )
-    out = columns.join_values(unpack_rows(out, plan, num_heads))
-    lse = unpack_rows(lse, plan, num_heads)
+    out, lse = unpack_rows(out, plan, num_heads, 0), unpack_rows(lse, plan, num_heads, -jnp.inf)
+    out, lse = (out[0], lse[0]) if knobs.splits == 1 else merge_splits(out.astype(jnp.float32), lse)
+    out = columns.join_values(out)
     if sinks is not None:
         total = jnp.logaddexp(lse, sinks.astype(jnp.float32))
-        out, lse = out * jnp.exp(lse - total)[..., None], total
+        out = out.astype(jnp.float32) * jnp.exp(lse - total)[..., None]
+        lse = total
     return out.astype(q.dtype), lse
 
 
@@ -128,6 +153,8 @@ def _check_knobs(knobs: TilesKnobs, columns: Columns, groups: int, *, use_wgmma:
     least = 64 if use_wgmma else 16
     if rows not in (64, 128) or block_kv < least or block_kv & (block_kv - 1):
         raise ValueError(f"{rows=} must be 64 or 128, {block_kv=} a power of two from {least} on")
+    if knobs.splits < 1:
+        raise ValueError(f"{knobs=} need at least one split")
     if knobs.stages < 2 or (use_wgmma and columns.parts == 2 and knobs.words_units < 1):
         raise ValueError(f"{knobs=} need two stages, and with an 8-bit cache one unit of words")
     if groups > rows:

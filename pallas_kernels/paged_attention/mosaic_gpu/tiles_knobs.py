@@ -16,6 +16,7 @@ class TilesKnobs:
         rows: rows of a tile, tokens * G rounded up: 64 or 128.
         block_kv: keys of one step, a power of two.
         stages: steps of keys and values in shared memory.
+        splits: programs that share the keys of one tile and KV head.
         words_units: chunks of an 8-bit cache on their way into shared memory, keys and values
             counted apart. `wgmma` only.
         weights_in_smem: pass the softmax weights to the second product through shared memory
@@ -25,6 +26,7 @@ class TilesKnobs:
     rows: int
     block_kv: int
     stages: int
+    splits: int = 1
     words_units: int = 0
     weights_in_smem: bool = False
 
@@ -32,6 +34,20 @@ class TilesKnobs:
 def tiles_knobs(columns: Columns, chip: Chip) -> TilesKnobs:
     """The heuristic for a head's columns on a chip."""
     return _wgmma_knobs(columns, chip) if chip.arch == (9, 0) else _mma_knobs(columns, chip)
+
+
+def tile_splits(
+    knobs: TilesKnobs, num_tokens: int, groups: int, num_kv_heads: int, max_context: int, chip: Chip
+) -> int:
+    """Programs per tile, so that few queries behind a long context use the whole chip.
+
+    From static shapes alone: a sequence's bits must not depend on its companions. The tokens may
+    all be one sequence's, so that the fewest tiles that hold them count. A split of less than
+    four steps is not worth its merge.
+    """
+    fewest = -(-num_tokens // (knobs.rows // groups))
+    wanted = chip.num_cores // (fewest * num_kv_heads)
+    return max(1, min(wanted, max_context // (4 * knobs.block_kv)))
 
 
 def _wgmma_knobs(columns: Columns, chip: Chip) -> TilesKnobs:

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ..arguments import AttentionOptions
 from .tiles_knobs import TilesKnobs
 from .tiles_load import Columns, swizzled, upcast
-from .tiles_plan import CONTEXT, COUNT, FIRST, FULL_BEGIN, FULL_END, LAST, POSITION, SEQ
+from .tiles_plan import CONTEXT, COUNT, FIRST, FULL_BEGIN, FULL_END, LAST, POSITION, QUERIES, SEQ
 from .tiles_softmax import Softmax, add_scores, finish, over_rows, seen
 
 _STEP = 16  # columns of one `mma` operand
@@ -41,7 +41,8 @@ def tiles_mma(
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """See `tiles_wgmma`."""
-    num_tiles, num_kv_heads, rows, width = q.shape
+    num_kv_heads, rows, width = q.shape[1:]
+    out_shape = (table.shape[0], num_kv_heads, rows, width)
     _, _, block_size, row_words = words.shape
     copy_rows = min(block_size, knobs.block_kv)
     tile_words = mma_tile_words(columns, copy_rows, use_tma=use_tma)
@@ -66,11 +67,11 @@ def tiles_mma(
             interpreted=interpret is not False,
         ),
         out_type=(
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct(q.shape[:3], jnp.float32),
+            jax.ShapeDtypeStruct(out_shape, q.dtype),
+            jax.ShapeDtypeStruct(out_shape[:3], jnp.float32),
         ),
         # The KV head runs fastest, so that the heaviest tiles of all heads start first.
-        grid=(num_tiles, num_kv_heads),
+        grid=out_shape[:2],
         grid_names=("tile", "kv_head"),
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(
@@ -101,12 +102,12 @@ def mma_tile_words(columns: Columns, copy_rows: int, *, use_tma: bool) -> int:
 
 
 def _kernel(
-    table_ref,  # [NT, 8] int32
+    table_ref,  # [NT * splits, 9] int32
     block_tables_ref,  # [S, M] int32
     q_ref,  # [NT * K * R, W]
     kv_ref,  # [P * K * B, 2 * columns.words]
-    out_ref,  # [NT, K, R, W]
-    lse_ref,  # [NT, K, R] float32
+    out_ref,  # [NT * splits, K, R, W]
+    lse_ref,  # [NT * splits, K, R] float32
     *,
     q_smem,  # [R, W]
     kv_ring,  # [stages, C, 2 * columns.words]
@@ -208,7 +209,7 @@ def _kernel(
 
     @pl.when(table_ref[tile, COUNT] > 0)
     def _():
-        first_row = (tile * num_kv_heads + kv_head) * rows
+        first_row = (table_ref[tile, QUERIES] * num_kv_heads + kv_head) * rows
         copy(q_ref.at[pl.ds(first_row, rows)], q_smem, q_landed)
         for stage in range(stages - 1):
             fetch_if_any(first + stage, jnp.int32(stage))

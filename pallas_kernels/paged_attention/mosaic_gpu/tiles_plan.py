@@ -18,15 +18,15 @@ from ..arguments import AttentionOptions
 
 # Columns of a plan. Chunks are counted from the sequence's start; [FIRST, LAST) are read, at least
 # one, and those in [FULL_BEGIN, FULL_END), never the last, are seen whole by every row.
-SEQ, COUNT, POSITION, CONTEXT, FIRST, FULL_BEGIN, FULL_END, LAST = range(8)
-COLUMNS = 8
+SEQ, COUNT, POSITION, CONTEXT, FIRST, FULL_BEGIN, FULL_END, LAST, QUERIES = range(9)
 
 
 class TilePlan(NamedTuple):
-    """Where every tile lies.
+    """Where every tile lies, and which share of its keys each of its splits takes.
 
     Attributes:
-        table: `int32[NT, 8]`, one row per tile with the columns above.
+        table: `int32[NT * splits, 9]`, a row per tile and split with the columns above; QUERIES is
+            the tile. A split without keys has a COUNT of 0.
         rows: `int32[NT, block_q]` token of each of a tile's positions, inside `[0, T)`.
         tile: `int32[T]` tile of each token; meaningless for a token that no tile owns.
         slot: `int32[T]` its place in the tile.
@@ -55,6 +55,7 @@ def plan_tiles(
     block_q: int,
     block_kv: int,
     num_chunks: int,
+    splits: int,
 ) -> TilePlan:
     """Cut the sequences that have more than one query into tiles.
 
@@ -83,9 +84,20 @@ def plan_tiles(
         full_begin = -(-jnp.maximum(after - options.sliding_window, 0) // block_kv)
     first = jnp.minimum(first, jnp.maximum(last - 1, 0))
     last = jnp.maximum(last, first + 1)
-    full_begin = jnp.clip(full_begin, first, last - 1)
-    full_end = jnp.clip(full_end, full_begin, last - 1)
-    columns = (seq, count, position, context, first, full_begin, full_end, last)
+    share = -(-(last - first) // splits)[:, None]
+    split_first = first[:, None] + share * jnp.arange(splits, dtype=jnp.int32)
+    split_last = jnp.minimum(split_first + share, last[:, None])
+    count = jnp.where(split_first < split_last, count[:, None], 0)
+    full_begin = jnp.clip(full_begin[:, None], split_first, split_last - 1)
+    full_end = jnp.clip(full_end[:, None], full_begin, split_last - 1)
+    tile = jnp.arange(num_tiles, dtype=jnp.int32)
+    each = (x[:, None] for x in (seq, position, context, tile))
+    seq, position, context, tile = (jnp.broadcast_to(x, count.shape) for x in each)
+    columns = (
+        *(seq, count, position, context),
+        *(split_first, full_begin, full_end, split_last, tile),
+    )
+    table = jnp.stack(columns, axis=-1).reshape(num_tiles * splits, -1)
 
     offset = jnp.arange(block_q, dtype=jnp.int32)
     rows = jnp.clip(start[:, None] + offset, 0, num_tokens - 1)
@@ -94,7 +106,7 @@ def plan_tiles(
     place = token - query_start[owner]
     natural = tile_end[owner] - seq_tiles[owner] + place // block_q
     tile = jnp.clip(num_tiles - 1 - natural, 0, num_tiles - 1)
-    plan = TilePlan(jnp.stack(columns, axis=1), rows, tile, place % block_q)
+    plan = TilePlan(table, rows, tile, place % block_q)
     # Fused into the gathers, this arithmetic would be repeated for every number of q and out.
     return TilePlan(*lax.optimization_barrier(tuple(plan)))
 
@@ -116,14 +128,20 @@ def pack_queries(q: jax.Array, plan: TilePlan, num_kv_heads: int, num_rows: int)
     return _rows_of(q.reshape(-1, head_size), index)
 
 
-def unpack_rows(tiles: jax.Array, plan: TilePlan, num_heads: int) -> jax.Array:
-    """Rows `[NT, K, M, ...]` back to `[T, N, ...]`."""
-    num_kv_heads, num_rows = tiles.shape[1:3]
+def unpack_rows(rows: jax.Array, plan: TilePlan, num_heads: int, empty: float) -> jax.Array:
+    """Rows `[NT * splits, K, M, ...]` as `[splits, T, N, ...]`; `empty` for splits without keys."""
+    num_kv_heads, num_rows = rows.shape[1:3]
     groups = num_heads // num_kv_heads
+    splits = rows.shape[0] // plan.rows.shape[0]
     head = np.arange(num_heads)
-    first = plan.tile * (num_kv_heads * num_rows) + plan.slot * groups
-    index = first[:, None] + (head // groups * num_rows + head % groups)
-    return _rows_of(tiles.reshape(-1, *tiles.shape[3:]), index)
+    program = plan.tile * splits + np.arange(splits, dtype=np.int32)[:, None]
+    first = program * (num_kv_heads * num_rows) + plan.slot * groups
+    index = first[..., None] + (head // groups * num_rows + head % groups)
+    found = _rows_of(rows.reshape(-1, *rows.shape[3:]), index)
+    if splits == 1:
+        return found
+    has_keys = _rows_of(plan.table[:, COUNT], program) > 0
+    return jnp.where(has_keys.reshape(*program.shape, *(1,) * (found.ndim - 2)), found, empty)
 
 
 def _rows_of(array: jax.Array, index: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ..arguments import AttentionOptions
 from .tiles_knobs import TilesKnobs
 from .tiles_load import Columns, Stream, load, load_and_upcast, swizzled
-from .tiles_plan import CONTEXT, COUNT, FIRST, FULL_BEGIN, FULL_END, LAST, POSITION, SEQ
+from .tiles_plan import CONTEXT, COUNT, FIRST, FULL_BEGIN, FULL_END, LAST, POSITION, QUERIES, SEQ
 from .tiles_softmax import Softmax, add_scores, finish, over_rows, seen
 
 _WG_ROWS = 64
@@ -40,16 +40,17 @@ def tiles_wgmma(
     """Attention of packed tiles.
 
     Args:
-        table: `int32[NT, 8]` of a `TilePlan`.
+        table: `int32[NT * splits, 9]` of a `TilePlan`.
         block_tables: `int32[S, M]`, wide enough for whole chunks.
         q: `[NT, K, R, W]` packed queries in the operands' dtype, R = knobs.rows.
         words: `[P, K, B, 2 * columns.words]`, the cache in 16-bit words.
 
     Returns:
-        `(out [NT, K, R, W] in q's dtype, lse float32[NT, K, R])`; tiles without tokens are left
-        uninitialised.
+        `(out [NT * splits, K, R, W] in q's dtype, lse float32[NT * splits, K, R])`; rows of the
+        table without tokens leave theirs uninitialised.
     """
-    num_tiles, num_kv_heads = q.shape[:2]
+    num_kv_heads, num_rows, width = q.shape[1:]
+    out_shape = (table.shape[0], num_kv_heads, num_rows, width)
     kernel = plgpu.kernel(
         functools.partial(
             _kernel,
@@ -61,11 +62,11 @@ def tiles_wgmma(
             interpreted=interpret is not False,
         ),
         out_type=(
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct(q.shape[:3], jnp.float32),
+            jax.ShapeDtypeStruct(out_shape, q.dtype),
+            jax.ShapeDtypeStruct(out_shape[:3], jnp.float32),
         ),
         # The KV head runs fastest, so that the heaviest tiles of all heads start first.
-        grid=(num_tiles, num_kv_heads),
+        grid=out_shape[:2],
         grid_names=("tile", "kv_head"),
         num_threads=knobs.rows // _WG_ROWS + 1,
         thread_name="wg",
@@ -113,12 +114,12 @@ def _scratch(columns: Columns, block_size: int, dtype: Any, knobs: TilesKnobs) -
 
 
 def _kernel(
-    table_ref,  # [NT, 8] int32
+    table_ref,  # [NT * splits, 9] int32
     block_tables_ref,  # [S, M] int32
     q_ref,  # [NT, K, R, W]
     kv_ref,  # [P, K, B, 2 * columns.words]
-    out_ref,  # [NT, K, R, W]
-    lse_ref,  # [NT, K, R] float32
+    out_ref,  # [NT * splits, K, R, W]
+    lse_ref,  # [NT * splits, K, R] float32
     *,
     words_ring,  # [units, C, columns.box] uint16, or None
     words_landed,
@@ -207,7 +208,8 @@ def _compute(
     scores_shape = (_WG_ROWS, block_kv)
     own_rows = pl.ds(wg * _WG_ROWS, _WG_ROWS)
     q_smem, lse_smem = q_smem.at[wg], lse_smem.at[wg]
-    plgpu.copy_gmem_to_smem(q_ref.at[tile, kv_head, own_rows], q_smem, q_landed.at[wg])
+    queries = table_ref[tile, QUERIES]
+    plgpu.copy_gmem_to_smem(q_ref.at[queries, kv_head, own_rows], q_smem, q_landed.at[wg])
 
     first, last = table_ref[tile, FIRST], table_ref[tile, LAST]
     position, context = table_ref[tile, POSITION], table_ref[tile, CONTEXT]

@@ -75,8 +75,8 @@ class TilesKnobs:
         lanes = -(-sizes.head_size // 128) * 128
         chunk = max(self.chunk_tokens, sizes.block_size)
         queries = self.tile_queries * sizes.num_heads * (lanes * 4 * words + sizes.head_size * 4)
-        weights = chunk * min(self.lanes, self.tile_queries * sizes.num_heads) * (8 + 2 * words)
-        return queries + weights + 2 * chunk * sizes.token_bytes
+        logits = 2 * chunk * min(self.lanes, self.tile_queries * sizes.num_heads) * 4
+        return queries + 2 * logits + 2 * chunk * sizes.token_bytes
 
 
 def vmem_limit(chip: Chip) -> int:

@@ -18,6 +18,7 @@ from .knobs import Sizes, TilesKnobs, default_tiles_knobs, vmem_limit
 from .rows import RowParts, check_supported
 
 _SUBLANES = 8
+_DEPTH = 256
 _LOG2_E = math.log2(math.e)
 # Finite, so that a row that has seen no key yet has differences that are numbers.
 _NO_PEAK = -1e30
@@ -163,7 +164,6 @@ def tiles(
                 pltpu.VMEM((num_kv_heads, 1, rows), jnp.float32),
                 pltpu.VMEM((num_kv_heads, head_size, rows), jnp.float32),
                 pltpu.VMEM((2, chunk, plan.lanes), jnp.float32),
-                pltpu.VMEM((2, chunk, plan.lanes), parts.product_dtype),
                 pltpu.SemaphoreType.DMA((2, pages)),
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.SemaphoreType.DMA(()),
@@ -282,7 +282,6 @@ def _kernel(
     total_ref,  # float32[K, 1, R]
     acc_ref,  # float32[K, H, R]
     logits_ref,  # float32[2, C, lanes]
-    weights_ref,  # [2, C, lanes]
     kv_semaphores,  # DMA[2, pages]
     q_semaphores,  # DMA[2]
     out_semaphore,  # DMA
@@ -478,20 +477,23 @@ def _kernel(
             old = peak_ref[k, :, at]
             peak = jnp.maximum(old, new_peak)
             shrink = jnp.exp2(old - peak)
-            weights = jnp.exp2(logits_ref[unit % 2, :size] - peak)
+            total = total_ref[k, :, at] * shrink
+            acc = acc_ref[k, :, at] * shrink
+            # In steps of the matrix unit's depth, so that weights go from registers into it.
+            for begin in range(0, size, _DEPTH):
+                keys = slice(begin, min(begin + _DEPTH, size))
+                weights = jnp.exp2(logits_ref[unit % 2, keys] - peak)
+                total += jnp.sum(weights, axis=0, keepdims=True)
+                acc += jax.lax.dot_general(
+                    value_of(k)[:, keys],
+                    weights.astype(parts.product_dtype),
+                    (((1,), (0,)), ((), ())),
+                    precision=parts.precision,
+                    preferred_element_type=jnp.float32,
+                )
             peak_ref[k, :, at] = peak
-            total_ref[k, :, at] = total_ref[k, :, at] * shrink + jnp.sum(
-                weights, axis=0, keepdims=True
-            )
-            weights_ref[unit % 2, :size] = weights.astype(parts.product_dtype)
-            update = jax.lax.dot_general(
-                value_of(k),
-                weights_ref[unit % 2, :size],
-                (((1,), (0,)), ((), ())),
-                precision=parts.precision,
-                preferred_element_type=jnp.float32,
-            )
-            acc_ref[k, :, at] = acc_ref[k, :, at] * shrink + update
+            total_ref[k, :, at] = total
+            acc_ref[k, :, at] = acc
 
         values: dict[int, jax.Array] = {}
 
