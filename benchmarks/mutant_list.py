@@ -36,6 +36,17 @@ def gpu_decode(what: str, old: str, new: str, case: str, file: str = GPU_DECODE)
     )
 
 
+def gpu_prefill(what: str, file: str, old: str, new: str, select: str) -> Mutant:
+    return Mutant(
+        what=f"GPU prefill: {what}",
+        file=f"paged_attention/mosaic_gpu/{file}",
+        old=old,
+        new=new,
+        tests=ATTENTION,
+        select=f"matches and {select}",
+    )
+
+
 def write(what: str, file: str, old: str, new: str, select: str) -> Mutant:
     return Mutant(what=f"write_kv: {what}", file=file, old=old, new=new, tests=WRITE, select=select)
 
@@ -126,7 +137,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "out_a * weight_a",
         "out_a",
         "decode-chunk-edges",
-        "paged_attention/mosaic_gpu/decode.py",
+        "paged_attention/mosaic_gpu/merge.py",
     ),
     gpu_decode(
         "sinks count twice",
@@ -276,5 +287,132 @@ MUTANTS: tuple[Mutant, ...] = (
         "return jnp.where(inside, block_ids, NULL_BLOCK)",
         "return block_ids",
         "copies_those or gathered",
+    ),
+    gpu_prefill(
+        "keys for values",
+        "tiles_wgmma.py",
+        "values = Stream(v_ring, v_landed, v_freed, pl.ds(end - columns.box, columns.box))",
+        "values = Stream(v_ring, v_landed, v_freed, pl.ds(0, columns.box))",
+        f"{GPU}-prefill-whole",
+    ),
+    gpu_prefill(
+        "the wait for values is dropped",
+        "tiles_wgmma.py",
+        "plgpu.barrier_wait(values.landed.at[slot])\n",
+        "pass\n",
+        "H200-races-prefill-many-chunks",
+    ),
+    gpu_prefill(
+        "the wait for keys is dropped",
+        "tiles_wgmma.py",
+        "plgpu.barrier_wait(keys.landed.at[slot])\n",
+        "pass\n",
+        "H200-races-prefill-many-chunks",
+    ),
+    gpu_prefill(
+        "the second warpgroup masks the first one's rows",
+        "tiles_wgmma.py",
+        "wg * _WG_ROWS, position, context",
+        "0, position, context",
+        f"{GPU}-prefill-over-tiles",
+    ),
+    gpu_prefill(
+        "a slot is refilled while it is read",
+        "tiles_load.py",
+        "            _wait_if(step >= stages, stream.freed.at[slot])\n            _copy",
+        "            _copy",
+        "H200-races-prefill-many-chunks",
+    ),
+    gpu_prefill(
+        "a key too few",
+        "tiles_plan.py",
+        "position = context - (query_start[seq + 1] - start)",
+        "position = context - (query_start[seq + 1] - start) - 1",
+        f"{GPU}-prefill-whole",
+    ),
+    gpu_prefill(
+        "a key too many",
+        "tiles_plan.py",
+        "position = context - (query_start[seq + 1] - start)",
+        "position = context - (query_start[seq + 1] - start) + 1",
+        f"{GPU}-prefill-whole",
+    ),
+    gpu_prefill(
+        "the diagonal counts as full",
+        "tiles_plan.py",
+        "(position + 1 if options.causal",
+        "(position + block_kv if options.causal",
+        f"{GPU}-prefill-over-tiles",
+    ),
+    gpu_prefill(
+        "the window starts a chunk late",
+        "tiles_plan.py",
+        "first = jnp.maximum(position - options.sliding_window + 1, 0) // block_kv",
+        "first = jnp.maximum(position - options.sliding_window + 1, 0) // block_kv + 1",
+        f"{GPU}-window-wide",
+    ),
+    gpu_prefill(
+        "the window's edge counts as full",
+        "tiles_plan.py",
+        "full_begin = -(-jnp.maximum(after - options.sliding_window, 0) // block_kv)",
+        "full_begin = jnp.maximum(after - options.sliding_window, 0) // block_kv",
+        f"{GPU}-window-wide",
+    ),
+    gpu_prefill(
+        "rows are packed wrongly",
+        "tiles_plan.py",
+        "row // groups]",
+        "row % groups]",
+        f"{GPU}-prefill-whole",
+    ),
+    Mutant(
+        what="GPU prefill: the splits overlap",
+        file="paged_attention/mosaic_gpu/tiles_plan.py",
+        old="split_last = jnp.minimum(split_first + share, last[:, None])",
+        new="split_last = jnp.minimum(split_first + share + 1, last[:, None])",
+        tests=ATTENTION,
+        select="splits and prefill-chunk",
+    ),
+    gpu_prefill(
+        "the denominator is not rescaled",
+        "tiles_softmax.py",
+        "total = state.total * shrink + ",
+        "total = state.total + ",
+        f"{GPU}-prefill-many-chunks",
+    ),
+    gpu_prefill(
+        "the context's end is not masked",
+        "tiles_softmax.py",
+        "return key < context",
+        "return key <= context",
+        f"{GPU}-not-causal",
+    ),
+    gpu_prefill(
+        "the halves of a head change places",
+        "tiles_load.py",
+        "columns = pl.ds(part * box + column, piece)",
+        "columns = pl.ds((1 - part) * box + column, piece)",
+        f"{GPU}-int8",
+    ),
+    gpu_prefill(
+        "keys for values (mma)",
+        "tiles_mma.py",
+        "pl.ds(row_words - columns.box, columns.box)",
+        "pl.ds(0, columns.box)",
+        "A100-simulate-prefill-whole",
+    ),
+    gpu_prefill(
+        "the wait for a copy is dropped (mma)",
+        "tiles_mma.py",
+        "            plgpu.barrier_wait(kv_landed.at[slot])\n",
+        "",
+        "A100-races-prefill-many-chunks",
+    ),
+    gpu_prefill(
+        "the output is not rescaled (mma)",
+        "tiles_mma.py",
+        "acc = tuple(a * over_rows(shrink, a.shape, acc_layout) for a in acc)",
+        "pass",
+        "A100-simulate-prefill-many-chunks",
     ),
 )

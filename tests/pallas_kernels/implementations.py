@@ -52,6 +52,7 @@ V4 = Implementation(name="mosaic_tpu", chip="TPU v4")
 H200 = Implementation(name="mosaic_gpu", chip="H200", mode="simulate")
 H200_RACES = Implementation(name="mosaic_gpu", chip="H200", mode="races")
 A100 = Implementation(name="mosaic_gpu", chip="A100", mode="simulate")
+A100_RACES = Implementation(name="mosaic_gpu", chip="A100", mode="races")
 B200 = Implementation(name="mosaic_gpu", chip="B200", mode="simulate")
 
 # The simulators run a thread for every program of a grid, on XLA's pool of threads, and wait in

@@ -17,6 +17,7 @@ from octavo.pallas_kernels import CHIPS, Tuning, debug_checks, kernel_tuning, pa
 
 from .implementations import (
     A100,
+    A100_RACES,
     B200,
     H200,
     H200_RACES,
@@ -40,6 +41,7 @@ QUICK: dict[Implementation, set[str]] = {
     H200: {"decode-boundaries", "decode-unused-rows", "mixed", "not-causal", "int8", "fp8"},
     H200_RACES: {"decode-unused-rows"},
     A100: {"mixed"},
+    A100_RACES: set(),
     B200: set(),
 }
 # The simulators take seconds a call, and these take many calls' worth of blocks.

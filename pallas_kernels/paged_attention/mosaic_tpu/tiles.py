@@ -177,6 +177,7 @@ def tiles(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
             vmem_limit_bytes=vmem_limit(chip),
+            # As in `decode`.
             disable_bounds_checks=profile is None,
         ),
         interpret=interpret_argument(),
