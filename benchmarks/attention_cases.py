@@ -148,7 +148,8 @@ def build(case: Case, *, platform: str = "cpu", swap_kv: bool = False) -> Proble
     start = np.cumsum([0] + [n for n, _ in case.seqs]).astype(np.int32)
     total = int(start[-1]) + case.padding
     q = jnp.asarray(rng.normal(size=(total, case.heads, case.head_size)), case.dtype)
-    sinks = rng.normal(size=case.heads).astype(np.float32) if case.sinks else None
+    # As large as the other denominators, so that a sink that is lost or counted twice shows.
+    sinks = (4 + rng.normal(size=case.heads)).astype(np.float32) if case.sinks else None
 
     q64 = np.asarray(q.astype(jnp.float32), np.float64)
     scale = case.scale if case.scale is not None else case.head_size**-0.5

@@ -88,17 +88,21 @@ MUTANTS: tuple[Mutant, ...] = (
         "jnp.maximum(context_len - options.sliding_window - 1, 0)",
         "window-below",
     ),
-    gpu_decode(
-        "the denominator is not rescaled",
-        "total = total * _across(shrink, tile, geometry) + weights",
-        "total = total + weights",
-        "decode-chunk-edges",
+    Mutant(
+        what="GPU decode: the denominator is not rescaled",
+        file=GPU_DECODE,
+        old="total = total * _across(shrink, tile, geometry) + weights",
+        new="total = total + weights",
+        tests=ATTENTION,
+        select="splits and decode-chunk-edges",
     ),
-    gpu_decode(
-        "the sum is not rescaled",
-        "product(a * shrink, weights, v)",
-        "product(a, weights, v)",
-        "decode-chunk-edges",
+    Mutant(
+        what="GPU decode: the sum is not rescaled",
+        file=GPU_DECODE,
+        old="product(a * shrink, weights, v)",
+        new="product(a, weights, v)",
+        tests=ATTENTION,
+        select="splits and decode-chunk-edges",
     ),
     gpu_decode(
         "every head reads the first KV head",

@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 
 from ...chips import Chip
 
+# Of a chunk: the copies of a whole chunk are unrolled.
+_MOST_BLOCKS = 128
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
@@ -91,6 +94,7 @@ def default_decode_knobs(sizes: Sizes, chip: Chip) -> DecodeKnobs:
     A 7x core reads HBM at 1.7 KB a cycle, twice as much as others, and wants twice the chunk.
     """
     chunk = max(2048 if chip.arch >= (7, 0) else 1024, sizes.block_size)
+    chunk = min(chunk, _MOST_BLOCKS * sizes.block_size)
     knobs = DecodeKnobs(chunk_tokens=chunk, tail_tokens=max(128, sizes.block_size))
     while knobs.vmem_bytes(sizes) > chip.local_bytes // 2 and chunk > max(128, sizes.block_size):
         chunk //= 2
