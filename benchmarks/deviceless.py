@@ -28,14 +28,13 @@ os.environ.update(
     TPU_ACCELERATOR_TYPE="v5litepod-4",
 )
 
-# The generations whose static profile libtpu can make; it aborts the process on the others.
-PROFILED = ("v5p", "v6e", "7x")
 
+def profile_cycles() -> None:
+    """Have libtpu model the cycles of what is compiled; before JAX makes its first topology.
 
-def profile_cycles(chip: str) -> None:
-    """Have libtpu model the cycles of what is compiled; before JAX makes its first topology."""
-    if chip in PROFILED:
-        os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_static_llo_profile_to={_DUMP}"
+    Some kernels that compile without this abort the process with it.
+    """
+    os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_static_llo_profile_to={_DUMP}"
 
 
 import jax  # noqa: E402

@@ -134,13 +134,6 @@ class StaticCase:
 
         return attend, (q, cache, tables, lens, _index((self.seqs + 1,)), scales), ()
 
-    def static_twin(
-        self, platform: str
-    ) -> tuple[Callable[..., Any], Sequence[Any], tuple[int, ...]] | None:
-        """The attention kernel alone with its trip counts fixed, for a model that counts a loop
-        of unknown length once; None where there is none."""
-        return None
-
     def _movement(
         self, implementation: str, cache: jax.ShapeDtypeStruct, scales: dict[str, Any]
     ) -> tuple[Callable[..., Any], Sequence[Any], tuple[int, ...]]:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import jax
 import pytest
 from attention_cases import Case
 
-from octavo.pallas_kernels import interpret_kernels
-from octavo.pallas_kernels.chips import CHIPS, Interpretation
+from octavo.pallas_kernels import (
+    CHIPS,
+    Interpretation,
+    Tuning,
+    interpret_kernels,
+    kernel_tuning,
+)
 
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 
@@ -24,6 +30,7 @@ class Implementation:
     name: str
     chip: str | None = None
     mode: str = "generic"
+    knobs: str = ""
 
     def __str__(self) -> str:
         return self.name if self.chip is None else f"{self.name}-{self.chip}-{self.mode}"
@@ -32,10 +39,15 @@ class Implementation:
     def platform(self) -> str:
         return "cpu" if self.chip is None else CHIPS[self.chip].platform
 
-    def context(self) -> contextlib.AbstractContextManager:
-        if self.chip is None:
-            return contextlib.nullcontext()
-        return interpret_kernels(Interpretation(chip=CHIPS[self.chip], mode=self.mode))
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self.chip is not None:
+                interpretation = Interpretation(chip=CHIPS[self.chip], mode=self.mode)
+                stack.enter_context(interpret_kernels(interpretation))
+            if self.knobs:
+                stack.enter_context(kernel_tuning(Tuning.from_json(self.knobs)))
+            yield
 
     def adapt(self, case: Case) -> Case:
         """The case in a dtype that the implementation serves."""
@@ -44,10 +56,24 @@ class Implementation:
         return case
 
 
+def small_steps(chip: str) -> str:
+    """Knobs by which short contexts take many steps, and a kernel compiles in seconds."""
+    entry = {"chip": CHIPS[chip].name, "when": {}}
+    decode = {"chunk_tokens": 64, "tail_tokens": 32}
+    tiles = {"tile_queries": 32, "chunk_tokens": 64, "masked_tokens": 32, "lanes": 128}
+    return json.dumps(
+        [
+            entry | {"kernel": "mosaic_tpu.decode", "knobs": decode},
+            entry | {"kernel": "mosaic_tpu.tiles", "knobs": tiles},
+        ]
+    )
+
+
 REFERENCE = Implementation(name="reference")
 XLA = Implementation(name="xla")
-V6E = Implementation(name="mosaic_tpu", chip="TPU v6 lite")
-V6E_RACES = Implementation(name="mosaic_tpu", chip="TPU v6 lite", mode="races")
+_V6E = "TPU v6 lite"
+V6E = Implementation(name="mosaic_tpu", chip=_V6E, knobs=small_steps(_V6E))
+V6E_RACES = Implementation(name="mosaic_tpu", chip=_V6E, mode="races", knobs=small_steps(_V6E))
 V4 = Implementation(name="mosaic_tpu", chip="TPU v4")
 H200 = Implementation(name="mosaic_gpu", chip="H200", mode="simulate")
 H200_RACES = Implementation(name="mosaic_gpu", chip="H200", mode="races")

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ...chips import current_chip, interpret_argument
+from ...tuning import tuned
 from ..arguments import AttentionOptions
 from .knobs import DecodeKnobs, Sizes, default_decode_knobs, vmem_limit
 from .rows import RowParts, check_supported
@@ -45,7 +46,7 @@ def decode(
         context_lens: `int32[S]`; 0 gives zeros and an lse of -inf (or the sink).
         sinks: `float32[N]` or None.
         options: see `AttentionOptions`.
-        knobs: None means `default_decode_knobs`.
+        knobs: None means the measured ones, or the heuristic's.
         profile_len: a context length, a multiple of the chunk, that every sequence is taken to
             have, so that a static profiler sees loops of known length. Never for results.
 
@@ -67,7 +68,17 @@ def decode(
         head_size=head_size,
         itemsize=kv_cache.dtype.itemsize,
     )
-    knobs = knobs or default_decode_knobs(sizes, chip)
+    if knobs is None:
+        knobs = tuned(
+            "mosaic_tpu.decode",
+            chip,
+            default_decode_knobs(sizes, chip),
+            num_kv_heads=num_kv_heads,
+            groups=groups,
+            head_size=head_size,
+            block_size=block_size,
+            dtype=kv_cache.dtype.name,
+        )
     check_supported(kv_cache, head_size, knobs, sizes, chip)
     parts = RowParts.of(kv_cache, head_size)
     pages = max(1, knobs.chunk_tokens // block_size)

@@ -13,6 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ...chips import current_chip, interpret_argument
 from ...layout import LANES
+from ...tuning import tuned
 from ..arguments import AttentionOptions
 from .knobs import Sizes, TilesKnobs, default_tiles_knobs, vmem_limit
 from .rows import RowParts, check_supported
@@ -75,7 +76,7 @@ def tiles(
         query_start: `int32[S+1]`.
         sinks: `float32[N]` or None.
         options: see `AttentionOptions`.
-        knobs: None means `default_tiles_knobs`.
+        knobs: None means the measured ones, or the heuristic's.
         profile: (whole chunks, masked steps) that every tile is taken to have, so that a static
             profiler sees loops of known length. Never for results.
 
@@ -98,7 +99,17 @@ def tiles(
         head_size=head_size,
         itemsize=kv_cache.dtype.itemsize,
     )
-    knobs = knobs or default_tiles_knobs(sizes, options.max_query_len, chip)
+    if knobs is None:
+        knobs = tuned(
+            "mosaic_tpu.tiles",
+            chip,
+            default_tiles_knobs(sizes, options.max_query_len, chip),
+            num_kv_heads=num_kv_heads,
+            groups=groups,
+            head_size=head_size,
+            block_size=block_size,
+            dtype=kv_cache.dtype.name,
+        )
     check_supported(kv_cache, head_size, knobs, sizes, chip)
     parts = RowParts.of(kv_cache, head_size)
     pack = 2 if parts.product_dtype == jnp.bfloat16 and groups % 2 == 0 else 1
