@@ -53,6 +53,7 @@ CASES = {
     "decode-boundaries": Case(seqs=((1, 1), (1, 15), (1, 16), (1, 17), (1, 255), (1, 257))),
     "decode-chunk-edges": Case(seqs=((1, 63), (1, 64), (1, 65), (1, 127), (1, 129), (1, 511))),
     "decode-long": Case(seqs=((1, 2050), (1, 3)), heads=9, kv_heads=3),
+    "decode-many-tiles": Case(seqs=((1, 900), (1, 40))),
     "decode-thousands": Case(seqs=((1, 4097),), heads=4, kv_heads=1),
     "decode-unused-rows": Case(seqs=((0, 0), (1, 40), (0, 0), (1, 1)), padding=3),
     "decode-one-token": Case(seqs=((1, 1), (1, 2))),

@@ -98,11 +98,11 @@ def compile_for(
     return Compiled(temp_bytes=memory.temp_size_in_bytes, identity=identity, **figures)
 
 
-def _mesh(device: AbstractDevice) -> AbstractMesh:
+def _mesh(device: Any) -> AbstractMesh:
     return AbstractMesh((1,), ("d",), axis_types=(AxisType.Auto,), abstract_device=device)
 
 
-def _placed(avals: Sequence[Any], device: jax.Device) -> Any:
+def _placed(avals: Sequence[Any], device: Any) -> Any:
     place = SingleDeviceSharding(device)
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), avals)
 

@@ -62,7 +62,8 @@ class Problem:
     block_tables: jax.Array
     context_lens: jax.Array
     query_start: jax.Array
-    scales: dict[str, jax.Array]
+    k_scale: jax.Array | None
+    v_scale: jax.Array | None
 
 
 def make(shape: Shape, *, platform: str = "gpu", seed: int = 0) -> Problem:
@@ -90,11 +91,10 @@ def make(shape: Shape, *, platform: str = "gpu", seed: int = 0) -> Problem:
         pad = row_width(shape.head_size, platform) - 2 * shape.head_size
         return jnp.pad(numbers, ((0, 0), (0, 0), (0, 0), (0, pad))).at[0].set(0)
 
-    scales = {}
+    head = None
     if dtype.itemsize == 1:
         unit = 2 / 127 if dtype == jnp.int8 else 1.0
         head = unit * (1 + 0.1 * jnp.arange(shape.kv_heads, dtype=jnp.float32))
-        scales = {"k_scale": head, "v_scale": 0.7 * head}
     total = shape.seqs * shape.queries
     return Problem(
         shape=shape,
@@ -103,7 +103,8 @@ def make(shape: Shape, *, platform: str = "gpu", seed: int = 0) -> Problem:
         block_tables=jnp.asarray(tables),
         context_lens=jnp.full(shape.seqs, shape.context, jnp.int32),
         query_start=jnp.arange(shape.seqs + 1, dtype=jnp.int32) * shape.queries,
-        scales=scales,
+        k_scale=head,
+        v_scale=None if head is None else 0.7 * head,
     )
 
 
@@ -129,9 +130,8 @@ def worst_error(out: jax.Array, problem: Problem, *, rows: int = 4) -> float:
         blocks = blocks.astype(jnp.float32)
         kv = np.asarray(blocks, np.float64).reshape(-1, 2 * shape.head_size)[:seen]
         k, v = kv[:, : shape.head_size], kv[:, shape.head_size :]
-        if problem.scales:
-            k = k * float(problem.scales["k_scale"][kv_head])
-            v = v * float(problem.scales["v_scale"][kv_head])
+        if problem.k_scale is not None and problem.v_scale is not None:
+            k, v = k * float(problem.k_scale[kv_head]), v * float(problem.v_scale[kv_head])
         query = np.asarray(problem.q[token, head].astype(jnp.float32), np.float64)
         logits = k @ query / np.sqrt(shape.head_size)
         weights = np.exp(logits - logits.max())

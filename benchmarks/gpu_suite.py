@@ -137,7 +137,8 @@ def checks(suite: Suite) -> None:
             )
         )
         try:
-            worst, _ = attention_cases.errors(*attend(*problem.args), problem)
+            out, lse = attend(*problem.args)
+            worst, _ = attention_cases.errors(out, lse, problem)
         except NotImplementedError as error:
             suite.add("check", name, suite.implementation, ok=None, note=str(error))
             continue
@@ -156,8 +157,9 @@ def attention(problem: Problem, implementation: str) -> Callable[[], Any]:
             problem.context_lens,
             problem.query_start,
             max_query_len=shape.queries,
+            k_scale=problem.k_scale,
+            v_scale=problem.v_scale,
             implementation=implementation,
-            **problem.scales,
         )[0]
 
     return lambda: attend(problem.q, problem.kv_cache)

@@ -47,6 +47,17 @@ def gpu_prefill(what: str, file: str, old: str, new: str, select: str) -> Mutant
     )
 
 
+def tpu(kernel: str, what: str, old: str, new: str, case: str) -> Mutant:
+    return Mutant(
+        what=f"TPU {kernel}: {what}",
+        file=f"paged_attention/mosaic_tpu/{kernel}.py",
+        old=old,
+        new=new,
+        tests=ATTENTION,
+        select=f"matches and {case}",
+    )
+
+
 def write(what: str, file: str, old: str, new: str, select: str) -> Mutant:
     return Mutant(what=f"write_kv: {what}", file=file, old=old, new=new, tests=WRITE, select=select)
 
@@ -164,7 +175,7 @@ MUTANTS: tuple[Mutant, ...] = (
         old="            plgpu.commit_smem()\n",
         new="            pass\n",
         tests=ATTENTION,
-        select="matches and H200-races-decode-chunk-edges",
+        select="splits and H200-races",
     ),
     write(
         "keys and values change places",
@@ -418,5 +429,111 @@ MUTANTS: tuple[Mutant, ...] = (
         "acc = tuple(a * over_rows(shrink, a.shape, acc_layout) for a in acc)",
         "pass",
         "A100-simulate-prefill-many-chunks",
+    ),
+    tpu("decode", "keys for values", "parts.value(kv)", "parts.key(kv)", f"{TPU}-g8-h128"),
+    tpu(
+        "decode",
+        "a key too many",
+        "options.visible(key_position, context_len - 1)",
+        "options.visible(key_position, context_len)",
+        f"{TPU}-decode-boundaries",
+    ),
+    tpu(
+        "decode",
+        "the window starts late",
+        "context_lens - options.sliding_window, 0",
+        "context_lens - options.sliding_window + 16, 0",
+        f"{TPU}-window-below",
+    ),
+    tpu(
+        "decode",
+        "sinks are dropped",
+        "jnp.where(peak == -jnp.inf, 0.0, 1.0)",
+        "jnp.zeros(peak.shape)",
+        f"{TPU}-sinks",
+    ),
+    tpu(
+        "decode",
+        "what is behind the tail stays",
+        "buffer_ref[half, :, rows] = jnp.zeros(shape, buffer_ref.dtype)",
+        "pass",
+        f"{RACES}-decode-boundaries",
+    ),
+    tpu(
+        "decode",
+        "the wait for a whole chunk is dropped",
+        "for page in range(pages):\n            copy(table_ref, 0, half, page).wait()",
+        "pass",
+        f"{RACES}-decode-chunk-edges",
+    ),
+    tpu(
+        "decode",
+        "the wait for a tail is dropped",
+        "            copy(table_ref, 0, half, page).wait()\n\n        jax",
+        "            pass\n\n        jax",
+        f"{RACES}-decode-chunk-edges",
+    ),
+    tpu(
+        "tiles",
+        "keys for values",
+        "parts.value(buffer_ref",
+        "parts.key(buffer_ref",
+        f"{TPU}-g8-h128",
+    ),
+    tpu(
+        "tiles",
+        "a key too many",
+        "logits = jnp.where(options.visible(key, limit)",
+        "logits = jnp.where(options.visible(key, limit + 1)",
+        f"{TPU}-prefill-whole",
+    ),
+    tpu(
+        "tiles",
+        "the diagonal counts as full",
+        "position + chunk - 1 <= seen",
+        "position + chunk - 8 <= seen",
+        f"{TPU}-prefill-over-tiles",
+    ),
+    tpu(
+        "tiles",
+        "the window starts late",
+        "seen - options.sliding_window + 1, 0",
+        "seen - options.sliding_window + 17, 0",
+        f"{TPU}-window-below",
+    ),
+    tpu(
+        "tiles",
+        "a neighbour's rows are overwritten",
+        "by_size(count_of(tile_index), do)\n\n    def fetch_following",
+        "by_size(tile, do)\n\n    def fetch_following",
+        f"{TPU}-prefill-chunk",
+    ),
+    tpu(
+        "tiles",
+        "what is behind the tail stays",
+        "buffer_ref[half, :, slots] = jnp.zeros(shape, buffer_ref.dtype)",
+        "pass",
+        f"{RACES}-prefill-whole",
+    ),
+    tpu(
+        "tiles",
+        "the wait for keys and values is dropped",
+        "None:\n                copy_block(table_ref, 0, half, page).wait()",
+        "None:\n                pass",
+        f"{RACES}-prefill-whole",
+    ),
+    tpu(
+        "tiles",
+        "the wait for queries is dropped",
+        "copy_q(i, half, start=False)",
+        "pass",
+        f"{RACES}-prefill-whole",
+    ),
+    tpu(
+        "tiles",
+        "the wait for a result is dropped",
+        "copy_out(i - 1, start=False)",
+        "pass",
+        f"{RACES}-prefill-chunk",
     ),
 )

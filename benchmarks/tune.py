@@ -65,8 +65,9 @@ def timed(problem: Problem, platform: str, tuning: Tuning, rounds: int) -> float
             problem.context_lens,
             problem.query_start,
             max_query_len=problem.shape.queries,
+            k_scale=problem.k_scale,
+            v_scale=problem.v_scale,
             implementation=f"mosaic_{platform}",
-            **problem.scales,
         )[0]
 
     with kernel_tuning(tuning):

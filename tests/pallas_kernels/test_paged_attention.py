@@ -151,6 +151,7 @@ def test_the_companions_of_a_sequence_do_not_change_a_bit(
         pytest.param(i, kernel, name, marks=marks_of(i), id=f"{i}-{name}")
         for i, kernel, name in (
             (H200, "decode", "decode-chunk-edges"),
+            (H200_RACES, "decode", "decode-many-tiles"),
             (H200, "tiles", "prefill-chunk"),
             (H200, "tiles", "window-below"),
             (A100, "tiles", "not-causal"),

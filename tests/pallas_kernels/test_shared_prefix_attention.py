@@ -77,7 +77,10 @@ def test_equals_attention_without_sharing(
     if options.get("sinks"):
         options = {"sinks": jnp.linspace(-2, 2, K * G)}
     start = jnp.arange(len(args[3]) + 1, dtype=jnp.int32)
-    want = paged_attention(*args, start, max_query_len=1, implementation="reference", **options)
+    q, cache, tables, lens = args
+    want = paged_attention(
+        q, cache, tables, lens, start, max_query_len=1, implementation="reference", **options
+    )
     got = cascade(args, implementation, **options)
     for a, b in zip(got, want, strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)

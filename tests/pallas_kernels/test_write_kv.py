@@ -276,7 +276,8 @@ def test_scales_and_the_cache_must_go_together() -> None:
     with pytest.raises(ValueError, match="expected float32"):
         write_kv(cache, k, v, slots, k_scale=scales["k_scale"][:2], v_scale=scales["v_scale"])
     with pytest.raises(ValueError, match="takes no scales"):
-        write_kv(cache.astype(jnp.bfloat16), k, v, slots, **scales)
+        cache = cache.astype(jnp.bfloat16)
+        write_kv(cache, k, v, slots, k_scale=scales["k_scale"], v_scale=scales["v_scale"])
 
 
 def test_fp8_without_scales_is_cut_off_and_not_nan() -> None:
