@@ -38,8 +38,8 @@ TARGETS = {
     ("prefill", 128, "h200", "spill_bytes"): 0,
     ("decode", 128, "v6e", "ratio"): 1.15,
     ("decode", 128, "7x", "ratio"): 1.3,
-    ("prefill", 128, "v6e", "ratio"): 3.5,
-    ("prefill", 128, "7x", "ratio"): 3.7,
+    ("prefill", 128, "v6e", "ratio"): 3.8,
+    ("prefill", 128, "7x", "ratio"): 3.9,
 }
 
 

@@ -31,7 +31,7 @@ def test_the_gpu_suite_wants_a_gpu_unless_it_runs_dry() -> None:
 
 
 def test_the_tuner_runs_dry() -> None:
-    done = run("benchmarks/tune.py", "--dry-run", "--kernel", "decode", "--heads", "4")
+    done = run("benchmarks/tune.py", "--dry-run", "--kernel", "decode", "--heads", "8")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "heuristic {" in done.stdout
     json.loads(done.stdout[done.stdout.rindex("\n[") :])
