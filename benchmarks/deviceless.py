@@ -70,7 +70,8 @@ class Compiled:
 
     Attributes:
         temp_bytes: of device memory beside arguments and results.
-        identity: whether every argument keeps its row-major layout; always so on a GPU.
+        identity: whether the caches (arguments of rank 4) keep their row-major layout: another
+            would be a copy of the cache at every call. Always so on a GPU.
         registers, spill_bytes, shared_bytes: the most of any Pallas kernel in it (GPU).
         cycles: modelled, of its Pallas kernels (TPU, where libtpu models them).
     """
@@ -93,7 +94,7 @@ def compile_for(
     compiled = (_compile_tpu if chip in TOPOLOGIES else _compile_gpu)(chip, fn, avals, donate)
     memory = compiled.memory_analysis()
     layouts = [f.layout.major_to_minor for f in jax.tree.leaves(compiled.input_formats[0])]
-    identity = all(order == tuple(range(len(order))) for order in layouts)
+    identity = all(order == tuple(range(4)) for order in layouts if len(order) == 4)
     figures = _tpu_figures() if chip in TOPOLOGIES else _gpu_figures()
     return Compiled(temp_bytes=memory.temp_size_in_bytes, identity=identity, **figures)
 

@@ -70,7 +70,7 @@ def compile_cases(chip: str, names: Sequence[str]) -> None:
         else:
             row |= {"status": "compiled"} | vars(compiled)
             if not compiled.identity:
-                row |= {"status": "failed", "reason": "an argument is laid out anew at each call"}
+                row |= {"status": "failed", "reason": "the cache is laid out anew at each call"}
         print(json.dumps(row), flush=True)
 
 

@@ -111,7 +111,11 @@ class Interpretation:
 _GPU_MODES = ("simulate", "races")
 
 interpret_kernels = jax.make_user_context(default_value=None)
-"""`with interpret_kernels(Interpretation(chip=CHIPS["H200"])):` runs Pallas kernels on any CPU."""
+"""`with interpret_kernels(Interpretation(chip=CHIPS["H200"])):` runs Pallas kernels on any CPU.
+
+Simulated programs wait for one another in XLA's pool of threads. On few cores set `NPROC=16` in the
+environment before the process starts, or they can wait for ever.
+"""
 
 
 class UnsupportedChip(NotImplementedError):
