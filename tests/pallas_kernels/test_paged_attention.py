@@ -35,7 +35,7 @@ from .implementations import (
 QUICK: dict[Implementation, set[str]] = {
     REFERENCE: set(CASES),
     XLA: set(CASES),
-    V6E: {"decode-boundaries", "mixed", "not-causal", "window-below", "sinks", "int8", "h256"},
+    V6E: {"decode-boundaries", "mixed", "window-below", "sinks", "int8"},
     V4: set(),
     V6E_RACES: {"decode-unused-rows"},
     H200: {"decode-boundaries", "decode-unused-rows", "mixed", "not-causal", "int8", "fp8"},
@@ -52,8 +52,12 @@ REFUSED = {
     ("mosaic_tpu", "block-3"): "block_size=3",
     ("mosaic_gpu", "block-3"): "block_size=3",
 }
-FAST = (REFERENCE, XLA, V6E)
-INTERPRETED = [pytest.param(i, marks=marks_of(i), id=str(i)) for i in (*FAST, H200)]
+FAST = [
+    REFERENCE,
+    XLA,
+    pytest.param(V6E, marks=pytest.mark.kernels),
+]
+INTERPRETED = [pytest.param(i, marks=marks_of(i), id=str(i)) for i in (REFERENCE, XLA, V6E, H200)]
 
 
 def run(problem: Problem, implementation: Implementation, **more) -> tuple[jax.Array, jax.Array]:
