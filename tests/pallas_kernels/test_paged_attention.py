@@ -38,7 +38,7 @@ QUICK: dict[Implementation, set[str]] = {
     V6E: {"decode-boundaries", "mixed", "window-below", "sinks", "int8"},
     V4: set(),
     V6E_RACES: {"decode-unused-rows"},
-    H200: {"decode-boundaries", "decode-unused-rows", "mixed", "not-causal", "int8", "fp8"},
+    H200: {"decode-boundaries", "mixed", "int8"},
     H200_RACES: {"decode-unused-rows"},
     A100: {"mixed"},
     A100_RACES: set(),
@@ -152,7 +152,7 @@ def test_the_companions_of_a_sequence_do_not_change_a_bit(
 @pytest.mark.parametrize(
     ("implementation", "kernel", "name"),
     [
-        pytest.param(i, kernel, name, marks=marks_of(i), id=f"{i}-{name}")
+        pytest.param(i, kernel, name, marks=marks_of(i, pytest.mark.kernels), id=f"{i}-{name}")
         for i, kernel, name in (
             (H200, "decode", "decode-chunk-edges"),
             (H200_RACES, "decode", "decode-many-tiles"),

@@ -55,7 +55,7 @@ def params(cases: Iterable[str]) -> list:
         for i, case in enumerate(cases):
             for j, dtype in enumerate(DTYPES if i == 0 else DTYPES[i % len(DTYPES) :][:1]):
                 name = f"{implementation}-{case}-{dtype}"
-                marks = marks_of(implementation, *(slow if i > 1 or j else ()))
+                marks = marks_of(implementation, *(slow if i or j else ()))
                 found.append(pytest.param(implementation, case, dtype, id=name, marks=marks))
     return found
 
