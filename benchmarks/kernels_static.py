@@ -29,8 +29,6 @@ PROFILED = ("v6e", "7x")  # libtpu's model aborts on these kernels for the other
 QUICK = ("decode-32/8x128-b16-s2x4096-bfloat16", "prefill-32/8x128-b16-s1x4096-bfloat16-t4096")
 
 # (op, head size, chip, figure) -> the most it may be. Modelled cycles as a ratio to the floor.
-# Prefill was meant to take 1.5 times the floor. But these chips multiply 256 by 256, and with heads
-# of 128 half of that idles in both products; what is left is held here.
 TARGETS = {
     ("decode", 64, "h200", "spill_bytes"): 0,
     ("decode", 128, "h200", "spill_bytes"): 0,
@@ -38,6 +36,12 @@ TARGETS = {
     ("prefill", 128, "h200", "spill_bytes"): 0,
     ("decode", 128, "v6e", "ratio"): 1.15,
     ("decode", 128, "7x", "ratio"): 1.3,
+    ("prefill", 128, "v6e", "ratio"): 1.5,
+    ("prefill", 128, "7x", "ratio"): 1.5,
+}
+# Targets that are missed, and where the tests hold what there is. These chips multiply 256 by 256:
+# with heads of 128 half of that idles in both products of prefill.
+STANDING = {
     ("prefill", 128, "v6e", "ratio"): 3.8,
     ("prefill", 128, "7x", "ratio"): 3.9,
 }
@@ -149,7 +153,9 @@ def run_children(mode: str, chip: str, names: Sequence[str]) -> list[dict[str, A
     return rows
 
 
-def missed(rows: Iterable[dict[str, Any]]) -> list[str]:
+def missed(
+    rows: Iterable[dict[str, Any]], targets: dict[tuple[str, int, str, str], float] = TARGETS
+) -> list[str]:
     """What fails, and which targets are missed or were not measured."""
     rows = [row for row in rows if row["status"] != "refused"]
     problems = [
@@ -158,7 +164,7 @@ def missed(rows: Iterable[dict[str, Any]]) -> list[str]:
         if row["status"] == "failed"
     ]
     for row in rows:
-        for (op, head_size, chip, figure), most in TARGETS.items():
+        for (op, head_size, chip, figure), most in targets.items():
             if not row.get("in_table") or row["dtype"] != "bfloat16":
                 continue
             if (row["op"], row["head_size"], row["chip"]) != (op, head_size, chip):

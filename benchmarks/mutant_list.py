@@ -536,4 +536,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "pass",
         f"{RACES}-prefill-chunk",
     ),
+    Mutant(
+        what="attention: the scales of keys are dropped",
+        file="paged_attention/__init__.py",
+        old="(q.astype(jnp.float32) * k_scale)",
+        new="q.astype(jnp.float32)",
+        tests=ATTENTION,
+        select="matches and xla-int8",
+    ),
+    Mutant(
+        what="attention: the scales of values are dropped",
+        file="paged_attention/__init__.py",
+        old="(out.astype(jnp.float32) * v_scale)",
+        new="out.astype(jnp.float32)",
+        tests=ATTENTION,
+        select="matches and xla-int8",
+    ),
 )

@@ -113,7 +113,7 @@ def paged_attention(
         scale = 1.0 / math.sqrt(head_size)
 
     scales = check_scales(kv_cache, k_scale, v_scale)
-    if kv_cache.shape[0] and not num_tokens:
+    if not num_tokens:
         return jnp.zeros_like(q), jnp.zeros((0, num_heads), jnp.float32)
 
     block_size = kv_cache.shape[2]
