@@ -47,7 +47,7 @@ def chunks_of(num_elements: int, itemsize: int) -> tuple[int, Any]:
 
 
 def store(ref: Any, value: jax.Array) -> None:
-    """Store registers of any layout to global memory."""
+    """`ref[...] = value` without a check for a bank-conflict-free way, which some layouts lack."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
     else:  # JAX 0.11

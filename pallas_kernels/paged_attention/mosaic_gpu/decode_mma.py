@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ...gpu_memory import store
 from ...layout import NULL_BLOCK
 from ..arguments import AttentionOptions
 from .decode_geometry import Geometry
@@ -195,7 +196,7 @@ def _kernel(
         # Summed over columns after the loop: that is a reduction across warps.
         total = total * _across(shrink, tile, geometry) + weights
         # The layout of a product's result is not that of an operand: through memory it becomes one.
-        _store(weights_smem, weights.astype(geometry.compute_dtype))
+        store(weights_smem, weights.astype(geometry.compute_dtype))
         weights = plgpu.load(weights_smem, layout=lhs)
         start = geometry.row_words - geometry.value_words
         values = operands(kv_smem.at[slot, :, pl.ds(start, geometry.value_words)])
@@ -218,7 +219,7 @@ def _kernel(
     if not use_tma:
         plgpu.wait_gmem_to_smem(0)
     total = jnp.sum(total, axis=1)
-    _store(lse_ref.at[split, seq, kv_head], (peak + jnp.log2(total)) * _LN2)
+    store(lse_ref.at[split, seq, kv_head], (peak + jnp.log2(total)) * _LN2)
     factor = 2.0**geometry.kv_exponent / jnp.where(total == 0, 1.0, total)
     factor = _across(factor, geometry.value_words, geometry)
     for part in range(geometry.parts):
@@ -273,19 +274,11 @@ def _logits_base2(scores: jax.Array, options: AttentionOptions, exponent: int) -
 
 def _write_rows(out_ref: Any, out: jax.Array, out_smem: Any, geometry: Geometry) -> None:
     """Write the first rows of `out: float32[R, value_words]`, which is held in tiles of 16."""
-    _store(out_smem, out)
+    store(out_smem, out)
     shape = (geometry.out_rows, geometry.value_words)
     layout = plgpu.Layout.WG_STRIDED(shape, vec_size=math.gcd(math.prod(shape) // 128, 4))
     rows = plgpu.load(out_smem.at[pl.ds(0, geometry.out_rows)], layout=layout)
-    _store(out_ref, rows.astype(out_ref.dtype))
-
-
-def _store(ref: Any, value: jax.Array) -> None:
-    """`ref[...] = value` without a check for a bank-conflict-free way, which some layouts lack."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, value, optimized=False)
-    else:  # before JAX 0.12 that is what an assignment does
-        ref[...] = value
+    store(out_ref, rows.astype(out_ref.dtype))
 
 
 def _product(interpreted: bool) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:

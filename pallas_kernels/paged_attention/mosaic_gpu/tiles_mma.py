@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ...gpu_memory import store
 from ..arguments import AttentionOptions
 from .tiles_knobs import TilesKnobs
 from .tiles_load import Columns, swizzled, upcast
@@ -228,11 +229,11 @@ def _kernel(
             plgpu.wait_gmem_to_smem(0)
 
         inverse, lse = finish(state)
-        _store(lse_ref.at[tile, kv_head], lse)
+        store(lse_ref.at[tile, kv_head], lse)
         for part, values in enumerate(acc):
             own = out_ref.at[tile, kv_head, :, pl.ds(part * columns.box, columns.box)]
             scaled = values * over_rows(inverse, values.shape, acc_layout)
-            _store(own, scaled.astype(out_ref.dtype))
+            store(own, scaled.astype(out_ref.dtype))
 
 
 def _interpreted_mma(acc: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -255,11 +256,3 @@ def _as_operand(weights: jax.Array, acc_layout: Any, lhs: Any) -> Any:
 
     inline: Any = plgpu.inline_mgpu(arg_types=(acc_layout,), return_type=result)
     return inline(rename)(weights)
-
-
-def _store(ref: Any, value: jax.Array) -> None:
-    """`ref[...] = value` to global memory."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, value, optimized=False)
-    else:  # before JAX 0.12 that is what an assignment does
-        ref[...] = value
