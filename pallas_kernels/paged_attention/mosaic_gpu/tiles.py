@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ...chips import Chip, current_chip, interpret_argument
+from ...chips import current_chip, interpret_argument
 from ...tuning import tuned
 from ..arguments import AttentionOptions
 from .merge import merge_splits
@@ -63,7 +63,7 @@ def tiles(
     _, num_kv_heads, block_size, _ = kv_cache.shape
     groups = num_heads // num_kv_heads
     chip = current_chip()
-    _check(kv_cache, head_size, chip)
+    _check(kv_cache, head_size)
     columns = Columns(head_size=head_size, parts=2 // kv_cache.dtype.itemsize)
     if knobs is None:
         guess = tiles_knobs(columns, chip)
@@ -132,11 +132,9 @@ def tiles(
     return out.astype(q.dtype), lse
 
 
-def _check(kv_cache: jax.Array, head_size: int, chip: Chip) -> None:
+def _check(kv_cache: jax.Array, head_size: int) -> None:
     if not hasattr(plgpu, "mma"):
         raise NotImplementedError(f"JAX {jax.__version__} lacks plgpu.mma: 0.11.2 or later has it")
-    if chip.platform != "gpu" or chip.arch < (8, 0):
-        raise NotImplementedError(f"{chip.name} has no bfloat16 tensor cores: sm_80 or later has")
     dtype, block_size, row = kv_cache.dtype.name, *kv_cache.shape[2:]
     if dtype not in _CACHE_DTYPES:
         raise NotImplementedError(f"tensor cores take {', '.join(_CACHE_DTYPES)}, got a {dtype=}")
