@@ -1,3 +1,6 @@
+# The kernels need the Mosaic GPU of JAX 0.12; type checkers also see the one of JAX 0.10.
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+
 """What the cache-moving GPU kernels share: the chips they run on, and moves through registers."""
 
 from __future__ import annotations

@@ -1,3 +1,6 @@
+# The kernels need the Mosaic GPU of JAX 0.12; type checkers also see the one of JAX 0.10.
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+
 """Decode on NVIDIA GPUs: one warpgroup per (sequence, split of its keys, KV head), with `mma`.
 
 `mma` has tiles of 16 query rows, so that up to 16 query heads of one KV head waste little, and

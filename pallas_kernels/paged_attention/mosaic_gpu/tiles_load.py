@@ -1,3 +1,6 @@
+# The kernels need the Mosaic GPU of JAX 0.12; type checkers also see the one of JAX 0.10.
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+
 """The loading warpgroup of the Hopper prefill kernel: one box of TMA per block of keys or values.
 
 A cache of 8-bit numbers is loaded as 16-bit words, which the same warpgroup turns into bfloat16

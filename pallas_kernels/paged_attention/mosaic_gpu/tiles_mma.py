@@ -1,3 +1,6 @@
+# The kernels need the Mosaic GPU of JAX 0.12; type checkers also see the one of JAX 0.10.
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+
 """Prefill tiles on Ampere, Ada and Blackwell: one warpgroup, `mma`, double-buffered chunks.
 
 Products read their operands from registers, which come from shared memory piece by piece, so
