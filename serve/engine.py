@@ -9,20 +9,18 @@ when they must wait again.
 
 from __future__ import annotations
 
-import math
-import os
 import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import replace
 
 import numpy as np
 
 from ..models import LoadedModel, load_model
-from ..paged import FOREVER, Explanation, OutOfBlocks
+from ..paged import OutOfBlocks
+from .cache_control import CacheControl
 from .config import EngineConfig
+from .decode_pace import DecodePace
 from .intake import Intake, Prompt
 from .outputs import Completion, EngineStats, RequestOutput
 from .program import keep_compiled_programs
@@ -30,14 +28,10 @@ from .request import Request
 from .runner import ModelRunner
 from .sampling_params import InvalidRequest, SamplingParams
 from .scheduler import Scheduler
-
-# Each compilation of a large model takes gigabytes while it runs.
-_MAX_COMPILE_THREADS = 4
-# Requests by number, to say for whom something was evicted.
-_OWNERS_REMEMBERED = 1 << 14
+from .warmup import compile_all
 
 
-class Engine:
+class Engine(CacheControl):
     """Generates text for many requests at once. Synchronous; one thread at a time.
 
     Streams may be read in turns. A request of `add_request` gets its outputs from the `step` calls
@@ -55,7 +49,8 @@ class Engine:
         self.loaded = loaded
         self.config = config = config or EngineConfig()
         keep_compiled_programs(config.compilation_cache_dir)
-        self._runner = ModelRunner(loaded.model, config)
+        runner = ModelRunner(loaded.model, config)
+        super().__init__(runner, Intake(loaded, runner.layout, config.block_size))
         self._scheduler = Scheduler(
             num_seats=config.max_num_seqs,
             block_size=config.block_size,
@@ -64,10 +59,7 @@ class Engine:
         )
         self._requests: dict[str, Request] = {}
         self._inboxes: dict[str, deque[RequestOutput]] = {}
-        self._intake = Intake(loaded, self._runner.layout, config.block_size)
-        self._step_seconds: dict[int, float] = {}
-        self._started = time.monotonic()
-        self._owners: dict[int, str] = {}
+        self._pace = DecodePace(config.decode_slice_ms, config.max_decode_steps)
         self._count = dict.fromkeys(
             (
                 "prefix_query_tokens",
@@ -191,15 +183,6 @@ class Engine:
                 self._count["prefix_query_tokens"] += request.num_prompt_tokens
                 self._count["prefix_hit_tokens"] += request.num_computed
 
-    def _acting(self, request: Request | None) -> None:
-        """Note for whom room is made, and when."""
-        if request is not None and request.number not in self._owners:
-            self._owners[request.number] = request.request_id
-            if len(self._owners) > _OWNERS_REMEMBERED:
-                del self._owners[next(iter(self._owners))]
-        now = int(time.monotonic() - self._started)
-        self._runner.acting(now, 0 if request is None else request.number)
-
     def _packed_step(self) -> list[Request]:
         self._make_room(1)
         work = self._scheduler.prefill_work()
@@ -220,7 +203,7 @@ class Engine:
         return advanced
 
     def _decode(self) -> list[Request]:
-        num_steps = self._num_steps(len(self._scheduler.running))
+        num_steps = self._pace.num_steps(len(self._scheduler.running))
         self._acting(None)
         # A shorter loop that fits is better than a preemption.
         while num_steps > 1 and not self._runner.reserve(self._scheduler.running, num_steps):
@@ -232,7 +215,7 @@ class Engine:
         seconds = time.perf_counter() - begin
         executed = int((out >= 0).any(axis=1).sum())
         if self.num_programs == num_programs:  # else it is mostly the time of a compilation
-            self._note_seconds(len(running), seconds / max(executed, 1))
+            self._pace.note(len(running), seconds / max(executed, 1))
         for column, request in enumerate(running):
             tokens = [int(token) for token in out[:, column] if token >= 0]
             taken = self._take_tokens(request, tokens)
@@ -254,18 +237,6 @@ class Engine:
         """Share what has been computed; of `tails` the last, unfilled block as well."""
         if self.config.enable_prefix_caching:
             self._runner.publish(requests, tails)
-
-    def _num_steps(self, num_running: int) -> int:
-        """Decode steps that fill one slice of time, so that nobody new waits much longer."""
-        seconds = self._step_seconds.get(num_running)
-        if seconds is None:
-            return 1
-        steps = int(self.config.decode_slice_ms / 1000 / seconds)
-        return max(1, min(steps, self.config.max_decode_steps))
-
-    def _note_seconds(self, num_running: int, seconds: float) -> None:
-        before = self._step_seconds.get(num_running, seconds)
-        self._step_seconds[num_running] = 0.5 * before + 0.5 * seconds
 
     def _make_room(self, more: int) -> None:
         """Give every decoding request room for `more` tokens, preempting the newest if need be.
@@ -332,7 +303,7 @@ class Engine:
         finally:
             for request_id in inboxes:
                 self._leave(request_id)
-        return [_join(parts) for parts in inboxes.values()]
+        return [Completion.of(parts) for parts in inboxes.values()]
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str = ""
@@ -374,52 +345,6 @@ class Engine:
             **self._count,
         )
 
-    def explain(self, prompt: Prompt, *, cache_salt: str = "") -> Explanation:
-        """Why a prompt would hit the cache as far as it does, and no further.
-
-        Times are seconds since the engine was made; `evicted_for` names the request for which
-        room was made, None for room that running requests needed to grow.
-
-        Raises:
-            InvalidRequest: the prompt could never be served.
-        """
-        tokens, namespace = self._intake.prompt(prompt, cache_salt)
-        told = self._runner.explain(tokens, namespace)
-        if told.evicted_for is None:
-            return told
-        return replace(told, evicted_for=self._owners.get(int(told.evicted_for)))
-
-    def pin(self, prompt: Prompt, *, cache_salt: str = "", ttl_seconds: float | None = None) -> int:
-        """Keep the cached blocks of a prompt from being evicted; returns the tokens in them.
-
-        Args:
-            prompt: text, or token ids; what is not cached yet is not pinned: generate first.
-            cache_salt: as of the requests that computed it.
-            ttl_seconds: for how long; None means until `unpin`.
-
-        Raises:
-            InvalidRequest: the prompt could never be served, or the time is not positive.
-            PinBudgetExceeded: `max_pinned_fraction` of the cache is pinned; nothing has changed.
-        """
-        tokens, namespace = self._intake.prompt(prompt, cache_salt)
-        if ttl_seconds is not None and not ttl_seconds > 0:
-            raise InvalidRequest(f"{ttl_seconds=} must be positive", param="ttl_seconds")
-        self._acting(None)
-        until = time.monotonic() - self._started + (ttl_seconds or math.inf)
-        return self._runner.pin(tokens, namespace, math.ceil(min(until, FOREVER)))
-
-    def unpin(self, prompt: Prompt, *, cache_salt: str = "") -> None:
-        """End the pins of a prompt's blocks, but for those under which others are pinned.
-
-        Raises:
-            InvalidRequest: the prompt could never be served.
-        """
-        self._runner.unpin(*self._intake.prompt(prompt, cache_salt))
-
-    def check_invariants(self) -> None:
-        """Check the block manager; raises `octavo.paged.InvariantViolation` on a fault."""
-        self._runner.check_invariants()
-
     def warmup(self, progress: Callable[[int, int, str], None] | None = None) -> int:
         """Compile every program, several at once, so that no request waits for a compilation.
 
@@ -429,15 +354,7 @@ class Engine:
         Returns:
             The number of programs.
         """
-        programs = self._runner.warmups()
-        report = progress or (lambda *_: None)
-        report(0, len(programs), programs[0][0])
-        with ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_COMPILE_THREADS)) as pool:
-            names = {pool.submit(compile_it): name for name, compile_it in programs}
-            for done, finished in enumerate(as_completed(names), start=1):
-                finished.result()
-                report(done, len(programs), names[finished])
-        return len(programs)
+        return compile_all(self._runner.warmups(), progress or (lambda *_: None))
 
     @property
     def num_programs(self) -> int:
@@ -448,16 +365,4 @@ class Engine:
 def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
     return isinstance(prompts, str) or (
         len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
-    )
-
-
-def _join(parts: Sequence[RequestOutput]) -> Completion:
-    last = parts[-1]
-    assert last.finish_reason is not None
-    return Completion(
-        text="".join(part.text for part in parts),
-        token_ids=tuple(token for part in parts for token in part.token_ids),
-        finish_reason=last.finish_reason,
-        num_prompt_tokens=last.num_prompt_tokens,
-        num_cached_tokens=last.num_cached_tokens,
     )

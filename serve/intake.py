@@ -9,8 +9,8 @@ import numpy as np
 
 from ..models import LoadedModel
 from ..paged import NamespaceKey, Namespaces
+from .layout import CacheLayout
 from .request import Request
-from .runner import CacheLayout
 from .sampling_params import InvalidRequest, SamplingParams
 from .stops import TextStream
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,6 +46,19 @@ class Completion:
     finish_reason: FinishReason
     num_prompt_tokens: int
     num_cached_tokens: int
+
+    @classmethod
+    def of(cls, parts: Sequence[RequestOutput]) -> Completion:
+        """All outputs of one finished request as one."""
+        last = parts[-1]
+        assert last.finish_reason is not None
+        return cls(
+            text="".join(part.text for part in parts),
+            token_ids=tuple(token for part in parts for token in part.token_ids),
+            finish_reason=last.finish_reason,
+            num_prompt_tokens=last.num_prompt_tokens,
+            num_cached_tokens=last.num_cached_tokens,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ the tokens, and the flags that it must act on.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -17,71 +17,16 @@ import numpy as np
 from .. import paged
 from ..models import Llama, LlamaConfig
 from ..paged.cost_model import ModelShape, cost_slope
-from ..pallas_kernels import NULL_BLOCK, cache_shape, copy_blocks, init_kv_cache
+from ..pallas_kernels import NULL_BLOCK, copy_blocks, init_kv_cache
 from .config import EngineConfig
+from .layout import CacheLayout
 from .program import Program
-from .programs import (
-    NUM_STOP_IDS,
-    DecodeRows,
-    KVCache,
-    ModelSteps,
-    PackedRows,
-    bucket_for,
-    buckets,
-)
+from .programs import KVCache, ModelSteps, bucket_for, buckets
 from .request import Request
-from .sampling import SamplingRows
+from .rows import decode_rows, packed_rows, sampling_rows, seat_of
 
 _SMALLEST_STEP = 16
 _PROTECTED_FRACTION = 0.8  # of the pool, in `slru`
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheLayout:
-    """The sizes of the KV cache, resolved from model and configuration.
-
-    Attributes:
-        shape: `(P, K, B, ROW)` of one layer.
-        dtype: of the cache.
-        max_model_len: longest context served, in tokens.
-        blocks_per_seq: width of a block table, M.
-    """
-
-    shape: tuple[int, int, int, int]
-    dtype: jnp.dtype
-    max_model_len: int
-    blocks_per_seq: int
-
-    @classmethod
-    def of(cls, model: LlamaConfig, config: EngineConfig, weights_dtype: jnp.dtype) -> CacheLayout:
-        """Resolve the sizes.
-
-        Raises:
-            ValueError: the context is longer than the model's, or the memory holds no block.
-        """
-        max_len = config.max_model_len or model.max_context_len
-        if max_len > model.max_context_len:
-            raise ValueError(
-                f"max_model_len={max_len} must be at most the model's {model.max_context_len}"
-            )
-        dtype = weights_dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-        dtype = jnp.dtype(dtype)
-        block = cache_shape(
-            2, model.num_kv_heads, config.block_size, model.head_size, jax.default_backend()
-        )[1:]
-        block_bytes = model.num_layers * int(np.prod(block)) * dtype.itemsize
-        num_blocks = config.num_blocks or int(config.kv_cache_gib * 2**30) // block_bytes
-        if num_blocks < 2:
-            raise ValueError(
-                f"kv_cache_gib={config.kv_cache_gib} holds {num_blocks} blocks of "
-                f"{block_bytes / 2**20:.2f} MiB; at least 2 are needed"
-            )
-        return cls(
-            shape=(num_blocks, *block),
-            dtype=dtype,
-            max_model_len=max_len,
-            blocks_per_seq=-(-max_len // config.block_size),
-        )
 
 
 class ModelRunner:
@@ -178,7 +123,7 @@ class ModelRunner:
         for request in requests:
             # The last token that a request may generate is never written.
             most = request.num_prompt_tokens + request.max_tokens - 1
-            lens[_seat(request)] = min(request.num_computed + more, most)
+            lens[seat_of(request)] = min(request.num_computed + more, most)
         self._state, self._tables, ok = self._append(1, self._state, self._tables, lens)
         return bool(ok)
 
@@ -199,12 +144,12 @@ class ModelRunner:
             if request.num_computed % size
         ]
         # Those of one request side by side.
-        entries.sort(key=lambda entry: _seat(entry[0]))
+        entries.sort(key=lambda entry: seat_of(entry[0]))
         for first in range(0, len(entries), self._max_filled):
             part = entries[first : first + self._max_filled]
             filled = self._no_filled_blocks()
             for i, (request, c, count) in enumerate(part):
-                filled.seat[i], filled.column[i] = _seat(request), c
+                filled.seat[i], filled.column[i] = seat_of(request), c
                 filled.num_tokens[i], filled.namespace[i] = count, request.namespace
                 filled.tokens[i, :count] = request.tokens[c * size : c * size + count]
             self._state, self._tables, ok = self._publish(
@@ -217,7 +162,7 @@ class ModelRunner:
 
     def release(self, request: Request) -> None:
         """Give back the request's blocks; its seat is free afterwards."""
-        self.release_seat(_seat(request))
+        self.release_seat(seat_of(request))
 
     def release_seat(self, seat: int) -> None:
         """Give back what a seat holds, if anything."""
@@ -236,15 +181,8 @@ class ModelRunner:
     def packed(self, work: Sequence[tuple[Request, int]]) -> np.ndarray:
         """Compute the next `count` tokens of each (request, count); returns next tokens."""
         size = bucket_for(sum(count for _, count in work), self._token_buckets)
-        tokens, rows = np.zeros(size, np.int32), self._no_packed_rows(size)
-        at = 0
-        for i, (request, count) in enumerate(work):
-            begin = request.num_computed
-            tokens[at : at + count] = request.tokens[begin : begin + count]
-            rows.seat[i], rows.query_len[i] = _seat(request), count
-            rows.context_len[i] = begin + count
-            at += count
-        sampling = _sampling_rows([request for request, _ in work], self._num_rows(size))
+        tokens, rows = packed_rows(work, size, self._num_rows(size))
+        sampling = sampling_rows([request for request, _ in work], self._num_rows(size))
         next_tokens, self._kv_cache = self._steps.packed(
             size, *self._step_args(), tokens, rows, sampling
         )
@@ -256,17 +194,9 @@ class ModelRunner:
         Entries past a request's end are -1.
         """
         size = bucket_for(len(requests), self._row_buckets)
-        rows = _no_decode_rows(size)
-        for i, request in enumerate(requests):
-            rows.seat[i] = _seat(request)
-            rows.token[i] = request.tokens[request.num_tokens - 1]
-            rows.context_len[i] = request.num_computed
-            rows.limit[i] = min(num_steps, request.max_tokens - request.num_generated)
-            # Those that do not fit are left to the host, which checks them all.
-            some = list(request.stop_ids)[:NUM_STOP_IDS]
-            rows.stop_ids[i, : len(some)] = some
+        rows, sampling = decode_rows(requests, size, num_steps), sampling_rows(requests, size)
         out, self._kv_cache = self._steps.decode(
-            size, *self._step_args(), rows, _sampling_rows(requests, size), np.int32(num_steps)
+            size, *self._step_args(), rows, sampling, np.int32(num_steps)
         )
         return np.asarray(out)[:num_steps, : len(requests)]
 
@@ -312,12 +242,12 @@ class ModelRunner:
         return (self._steps.packed, self._steps.decode, *manager, self._copy)
 
     def _compile_packed(self, size: int) -> None:
-        rows, sampling = self._no_packed_rows(size), _sampling_rows([], self._num_rows(size))
-        args = (np.zeros(size, np.int32), rows, sampling)
+        tokens, rows = packed_rows([], size, self._num_rows(size))
+        args = (tokens, rows, sampling_rows([], self._num_rows(size)))
         self._steps.packed.compile(size, *self._step_args(), *args)
 
     def _compile_decode(self, size: int) -> None:
-        args = (_no_decode_rows(size), _sampling_rows([], size), np.int32(0))
+        args = (decode_rows([], size, 0), sampling_rows([], size), np.int32(0))
         self._steps.decode.compile(size, *self._step_args(), *args)
 
     # ---- arguments -------------------------------------------------------------------------
@@ -345,10 +275,6 @@ class ModelRunner:
         return paged.FilledBlocks(
             seat=seat, column=column, tokens=tokens, num_tokens=num_tokens, namespace=namespace
         )
-
-    def _no_packed_rows(self, num_tokens: int) -> PackedRows:
-        seat, context_len, query_len = np.zeros((3, self._num_rows(num_tokens)), np.int32)
-        return PackedRows(seat=seat, context_len=context_len, query_len=query_len)
 
 
 def _admit(
@@ -388,33 +314,4 @@ def _shape(model: LlamaConfig) -> ModelShape:
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
         head_size=model.head_size,
-    )
-
-
-def _no_decode_rows(num_rows: int) -> DecodeRows:
-    seat, token, context_len, limit = np.zeros((4, num_rows), np.int32)
-    stop_ids = np.full((num_rows, NUM_STOP_IDS), -1, np.int32)
-    return DecodeRows(
-        seat=seat, token=token, context_len=context_len, limit=limit, stop_ids=stop_ids
-    )
-
-
-def _seat(request: Request) -> int:
-    assert request.seat is not None, "only running requests have blocks"
-    return request.seat
-
-
-def _sampling_rows(requests: Sequence[Request], num_rows: int) -> SamplingRows:
-    temperature, top_p, min_p = np.zeros((3, num_rows), np.float32)
-    top_k, index = np.zeros((2, num_rows), np.int32)
-    seed = np.zeros(num_rows, np.uint32)
-    top_p[:] = 1
-    for i, request in enumerate(requests):
-        params = request.params
-        # Below these float32 overflows or rounds to 0; what they ask for is the likeliest token.
-        temperature[i] = params.temperature if params.temperature >= 1e-5 else 0.0
-        top_p[i], min_p[i] = max(params.top_p, 1e-6), params.min_p
-        top_k[i], seed[i], index[i] = params.top_k, request.seed, request.num_generated
-    return SamplingRows(
-        temperature=temperature, top_p=top_p, min_p=min_p, top_k=top_k, seed=seed, index=index
     )

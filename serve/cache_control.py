@@ -1,0 +1,81 @@
+"""What users may ask of an engine's cache, and do to it: explain, pin, unpin."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+
+from ..paged import FOREVER, Explanation
+from .intake import Intake, Prompt
+from .request import Request
+from .runner import ModelRunner
+from .sampling_params import InvalidRequest
+
+# Requests by number, to say for whom something was evicted.
+_OWNERS_REMEMBERED = 1 << 14
+
+
+class CacheControl:
+    """An engine's cache as its users see it; the engine says for whom it acts."""
+
+    def __init__(self, runner: ModelRunner, intake: Intake):
+        self._runner = runner
+        self._intake = intake
+        self._started = time.monotonic()
+        self._owners: dict[int, str] = {}
+
+    def explain(self, prompt: Prompt, *, cache_salt: str = "") -> Explanation:
+        """Why a prompt would hit the cache as far as it does, and no further.
+
+        Times are seconds since the engine was made; `evicted_for` names the request for which
+        room was made, None for room that running requests needed to grow.
+
+        Raises:
+            InvalidRequest: the prompt could never be served.
+        """
+        tokens, namespace = self._intake.prompt(prompt, cache_salt)
+        told = self._runner.explain(tokens, namespace)
+        if told.evicted_for is None:
+            return told
+        return replace(told, evicted_for=self._owners.get(int(told.evicted_for)))
+
+    def pin(self, prompt: Prompt, *, cache_salt: str = "", ttl_seconds: float | None = None) -> int:
+        """Keep the cached blocks of a prompt from being evicted; returns the tokens in them.
+
+        Args:
+            prompt: text, or token ids; what is not cached yet is not pinned: generate first.
+            cache_salt: as of the requests that computed it.
+            ttl_seconds: for how long; None means until `unpin`.
+
+        Raises:
+            InvalidRequest: the prompt could never be served, or the time is not positive.
+            PinBudgetExceeded: `max_pinned_fraction` of the cache is pinned; nothing has changed.
+        """
+        tokens, namespace = self._intake.prompt(prompt, cache_salt)
+        if ttl_seconds is not None and not ttl_seconds > 0:
+            raise InvalidRequest(f"{ttl_seconds=} must be positive", param="ttl_seconds")
+        self._acting(None)
+        until = time.monotonic() - self._started + (ttl_seconds or math.inf)
+        return self._runner.pin(tokens, namespace, math.ceil(min(until, FOREVER)))
+
+    def unpin(self, prompt: Prompt, *, cache_salt: str = "") -> None:
+        """End the pins of a prompt's blocks, but for those under which others are pinned.
+
+        Raises:
+            InvalidRequest: the prompt could never be served.
+        """
+        self._runner.unpin(*self._intake.prompt(prompt, cache_salt))
+
+    def check_invariants(self) -> None:
+        """Check the block manager; raises `octavo.paged.InvariantViolation` on a fault."""
+        self._runner.check_invariants()
+
+    def _acting(self, request: Request | None) -> None:
+        """Note for whom room is made, and when."""
+        if request is not None and request.number not in self._owners:
+            self._owners[request.number] = request.request_id
+            if len(self._owners) > _OWNERS_REMEMBERED:
+                del self._owners[next(iter(self._owners))]
+        now = int(time.monotonic() - self._started)
+        self._runner.acting(now, 0 if request is None else request.number)
