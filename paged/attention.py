@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from ..pallas_kernels import paged_attention, write_kv
+from ..pallas_kernels import paged_attention, shared_prefix_attention, write_kv
 from .batch import PagedBatch
 
 
@@ -31,7 +31,8 @@ def cached_attention(
         q: `[T, N, H]`, positions encoded.
         k, v: `[T, K, H]`, positions encoded.
         kv_cache: `[P, K, B, ROW]`, this layer's; donate it to the step that calls the model.
-        batch: whose tokens these are: see `packed_batch`.
+        batch: whose tokens these are: see `packed_batch`. Shared prefixes that it names are
+            read once for all, unless a sliding window hides the beginnings of contexts.
         scale, sliding_window, soft_cap, sinks, k_scale, v_scale: as for `paged_attention`.
 
     Returns:
@@ -41,6 +42,18 @@ def cached_attention(
         ValueError: shapes, dtypes or options do not fit together.
     """
     kv_cache = write_kv(kv_cache, k, v, batch.slots, k_scale=k_scale, v_scale=v_scale)
+    options = {
+        "scale": scale,
+        "soft_cap": soft_cap,
+        "sinks": sinks,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
+    if batch.prefixes is not None and sliding_window is None:
+        out, _ = shared_prefix_attention(
+            q, kv_cache, batch.block_tables, batch.context_lens, batch.prefixes, **options
+        )
+        return out, kv_cache
     out, _ = paged_attention(
         q,
         kv_cache,
@@ -48,11 +61,7 @@ def cached_attention(
         batch.context_lens,
         batch.query_start,
         max_query_len=batch.max_query_len,
-        scale=scale,
         sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
+        **options,
     )
     return out, kv_cache

@@ -8,10 +8,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from ..pallas_kernels import SharedPrefixes
+
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["block_tables", "context_lens", "query_start", "slots", "logit_rows"],
+    data_fields=["block_tables", "context_lens", "query_start", "slots", "logit_rows", "prefixes"],
     meta_fields=["max_query_len"],
 )
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,8 @@ class PagedBatch:
         slots: `int32[T]` where each token's key and value go; 0 for padding.
         logit_rows: `int32[R]` tokens whose logits are wanted.
         max_query_len: static bound on the queries of one sequence.
+        prefixes: with one query per sequence, leading blocks that several share, from
+            `shared_prefixes`: attention reads them once for all. None to read each on its own.
     """
 
     block_tables: jax.Array
@@ -33,6 +37,7 @@ class PagedBatch:
     slots: jax.Array
     logit_rows: jax.Array
     max_query_len: int
+    prefixes: SharedPrefixes | None = None
 
 
 def packed_batch(

@@ -28,6 +28,9 @@ class EngineConfig:
     max_num_seqs: int = _knob(32, "sequences computed at once")
     max_num_batched_tokens: int = _knob(512, "tokens computed in one step")
     enable_prefix_caching: bool = _knob(True, "share blocks between requests with equal prefixes")
+    enable_cascade_attention: bool = _knob(
+        True, "while decoding, read a prefix that several sequences share once for all of them"
+    )
     eviction_policy: str = _knob(
         "cost", f"which cached blocks go first when room is needed: {', '.join(POLICIES)}"
     )

@@ -14,12 +14,14 @@ import numpy as np
 from flax import nnx
 
 from ..models import Llama
-from ..paged import PagedBatch, packed_batch, token_slots
+from ..paged import PagedBatch, packed_batch, shared_prefixes, token_slots
 from .program import Program
 from .sampling import SamplingRows, sample
 
 KVCache = tuple[jax.Array, ...]
 NUM_STOP_IDS = 8
+# A group that saves fewer reads is not worth its second pass.
+_MIN_SAVED_BLOCKS = 8
 
 
 @jax.tree_util.register_dataclass
@@ -67,12 +69,13 @@ class ModelSteps:
         decode: see `_decode`; its size is R.
     """
 
-    def __init__(self, model: Llama, *, block_size: int, max_decode_steps: int):
+    def __init__(self, model: Llama, *, block_size: int, max_decode_steps: int, cascade: bool):
         graphdef, state = nnx.split(model)
         self.weights, self._treedef = jax.tree.flatten(state)
         self._graphdef = graphdef
         self._block_size = block_size
         self._max_steps = max_decode_steps
+        self._cascade = cascade and model.config.sliding_window is None
         self.packed = Program("packed step", self._packed, donate=(1,))
         self.decode = Program("decode loop", self._decode, donate=(1,))
 
@@ -116,6 +119,13 @@ class ModelSteps:
         num_rows = rows.seat.shape[0]
         row = jnp.arange(num_rows, dtype=jnp.int32)
         tables = block_ids[rows.seat]
+        # What is shared now stays so while the rows grow.
+        prefixes = None
+        if self._cascade and num_rows > 1:
+            lens = jnp.where(rows.limit > 0, rows.context_len, 0)
+            prefixes = shared_prefixes(
+                tables, lens, self._block_size, min_saved_blocks=_MIN_SAVED_BLOCKS
+            )
 
         def going(carry: tuple) -> jax.Array:
             step, _, _, active, _, _ = carry
@@ -130,6 +140,7 @@ class ModelSteps:
                 slots=token_slots(tables, row, length, active, self._block_size),
                 logit_rows=row,
                 max_query_len=1,
+                prefixes=prefixes,
             )
             logits, kv_cache = model(token, length, kv_cache, batch)
             drawn = sample(logits, replace(sampling, index=sampling.index + step))

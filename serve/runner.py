@@ -36,7 +36,10 @@ class ModelRunner:
         self.layout = CacheLayout.of(model.config, config, model.embed[...].dtype)
         self._config = config
         self._steps = ModelSteps(
-            model, block_size=config.block_size, max_decode_steps=config.max_decode_steps
+            model,
+            block_size=config.block_size,
+            max_decode_steps=config.max_decode_steps,
+            cascade=config.enable_cascade_attention,
         )
         self._token_buckets = buckets(_SMALLEST_STEP, config.max_num_batched_tokens)
         self._row_buckets = buckets(1, config.max_num_seqs)

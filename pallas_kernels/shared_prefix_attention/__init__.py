@@ -58,7 +58,7 @@ def shared_prefix_attention(
         q: `[S, N, H]`.
         kv_cache: `[P, K, B, ROW]`.
         block_tables: `int32[S, M]`.
-        context_lens: `int32[S]`; 0 for an unused row.
+        context_lens: `int32[S]`; 0 for an unused row, be it in a group or not.
         prefixes: who shares what. Every shared block must be full and in all members' tables at
             the same columns.
         scale, soft_cap, sinks, k_scale, v_scale, implementation: as for `paged_attention`.
@@ -112,10 +112,11 @@ def shared_prefix_attention(
         q,
         kv_cache,
         jnp.where(column < table_len, rest, NULL_BLOCK),
-        context_lens - prefixes.num_blocks * block_size,
+        jnp.maximum(context_lens - prefixes.num_blocks * block_size, 0),
         jnp.arange(num_seqs + 1, dtype=jnp.int32),
         max_query_len=1,
         sinks=sinks,
         **options,
     )
-    return merge_states(prefix_out[back], prefix_lse[back], out, lse)
+    prefix_lse = jnp.where(context_lens[:, None] > 0, prefix_lse[back], -jnp.inf)
+    return merge_states(prefix_out[back], prefix_lse, out, lse)

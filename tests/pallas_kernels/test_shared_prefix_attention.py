@@ -100,6 +100,18 @@ def test_quantised_caches_are_scaled_in_both_passes() -> None:
         np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5)
 
 
+def test_a_member_that_has_ended_attends_to_nothing() -> None:
+    q, cache, tables, lens = batch("all-share", "cpu")
+    prefixes = shared_prefixes(tables, lens, B)
+    lens = lens.at[1].set(0)
+    start = jnp.arange(len(lens) + 1, dtype=jnp.int32)
+    want = paged_attention(q, cache, tables, lens, start, max_query_len=1)
+    got = shared_prefix_attention(q, cache, tables, lens, prefixes)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5)
+    assert jnp.all(got[0][1] == 0) and jnp.all(jnp.isneginf(got[1][1]))
+
+
 def test_bad_arguments_are_named() -> None:
     q, cache, tables, lens = batch("all-share", "cpu")
     prefixes = shared_prefixes(tables, lens, B)
