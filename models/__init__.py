@@ -7,6 +7,9 @@ from .config import RopeScaling as RopeScaling
 from .llama import Llama as Llama
 from .loading import LoadedModel as LoadedModel
 from .loading import load_model as load_model
+from .lora_adapter import LoraAdapter as LoraAdapter
+from .peft import load_adapter as load_adapter
+from .peft import save_adapter as save_adapter
 from .tokenizer import Tokenizer as Tokenizer
 
 __all__ = [
@@ -15,7 +18,10 @@ __all__ = [
     "Llama",
     "LlamaConfig",
     "LoadedModel",
+    "LoraAdapter",
     "RopeScaling",
     "Tokenizer",
+    "load_adapter",
     "load_model",
+    "save_adapter",
 ]

@@ -15,6 +15,7 @@ from flax import nnx
 
 from ..paged import PagedBatch, cached_attention
 from .config import LlamaConfig
+from .lora import LayerLora, LoraBatch, add_lora
 from .rope import apply_rope, rope_angles
 
 KVCache = tuple[jax.Array, ...]
@@ -64,11 +65,12 @@ class LlamaLayer(nnx.Module):
         angles: tuple[jax.Array, jax.Array],
         kv_cache: jax.Array,
         batch: PagedBatch,
+        lora: LayerLora | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """`x: [T, D]`, one layer's cache `[P, K, B, ROW]` -> the same two."""
-        attended, kv_cache = self._attention(x, angles, kv_cache, batch)
+        attended, kv_cache = self._attention(x, angles, kv_cache, batch, lora)
         x = x + attended
-        return x + self._mlp(x), kv_cache
+        return x + self._mlp(x, lora), kv_cache
 
     def _attention(
         self,
@@ -76,12 +78,13 @@ class LlamaLayer(nnx.Module):
         angles: tuple[jax.Array, jax.Array],
         kv_cache: jax.Array,
         batch: PagedBatch,
+        lora: LayerLora | None,
     ) -> tuple[jax.Array, jax.Array]:
         config = self.config
         normed = rms_norm(x, self.attn_norm[...], config.rms_norm_eps)
         qkv = _linear(normed, self.qkv[...], self.qkv_bias)
         q = qkv[:, :, :-2].reshape(x.shape[0], config.num_heads, config.head_size)
-        k, v = qkv[:, :, -2], qkv[:, :, -1]
+        q, k, v = add_lora(lora, "qkv", normed, (q, qkv[:, :, -2], qkv[:, :, -1]))
         if self.q_norm is not None and self.k_norm is not None:
             q = rms_norm(q, self.q_norm[...], config.rms_norm_eps)
             k = rms_norm(k, self.k_norm[...], config.rms_norm_eps)
@@ -89,13 +92,17 @@ class LlamaLayer(nnx.Module):
         out, kv_cache = cached_attention(
             q, k, v, kv_cache, batch, sliding_window=config.sliding_window
         )
-        return _linear(out.reshape(x.shape[0], -1), self.out[...], self.out_bias, 3), kv_cache
+        out = out.reshape(x.shape[0], -1)
+        (attended,) = add_lora(lora, "out", out, (_linear(out, self.out[...], self.out_bias, 3),))
+        return attended, kv_cache
 
-    def _mlp(self, x: jax.Array) -> jax.Array:
+    def _mlp(self, x: jax.Array, lora: LayerLora | None) -> jax.Array:
         normed = rms_norm(x, self.mlp_norm[...], self.config.rms_norm_eps)
         gate_up = _linear(normed, self.gate_up[...], self.gate_up_bias)
-        hidden = jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]
-        return _linear(hidden, self.down[...], self.down_bias)
+        gate, up = add_lora(lora, "gate_up", normed, (gate_up[:, 0], gate_up[:, 1]))
+        hidden = jax.nn.silu(gate) * up
+        (out,) = add_lora(lora, "down", hidden, (_linear(hidden, self.down[...], self.down_bias),))
+        return out
 
 
 class Llama(nnx.Module):
@@ -128,7 +135,12 @@ class Llama(nnx.Module):
         )
 
     def __call__(
-        self, tokens: jax.Array, positions: jax.Array, kv_cache: KVCache, batch: PagedBatch
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        kv_cache: KVCache,
+        batch: PagedBatch,
+        lora: LoraBatch | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """Run the packed tokens through the model, writing their keys and values to the cache.
 
@@ -137,6 +149,7 @@ class Llama(nnx.Module):
             positions: `int32[T]` position of each token in its sequence.
             kv_cache: L arrays `[P, K, B, ROW]`; donate them.
             batch: which blocks, slots and queries belong to which sequence.
+            lora: the adapters that the tokens take, if any.
 
         Returns:
             `(logits float32[R, V], kv_cache)`, logits for the tokens in `batch.logit_rows`.
@@ -144,8 +157,9 @@ class Llama(nnx.Module):
         x = self.embed[...][tokens]
         angles = rope_angles(positions, self.config)
         caches = []
-        for layer, cache in zip(self.layers, kv_cache, strict=True):
-            x, cache = _run_layer(*nnx.split(layer), x, angles, cache, batch)
+        for i, (layer, cache) in enumerate(zip(self.layers, kv_cache, strict=True)):
+            own = None if lora is None else (lora.stack[i], lora.tokens)
+            x, cache = _run_layer(*nnx.split(layer), x, angles, cache, batch, own)
             caches.append(cache)
         x = rms_norm(x[batch.logit_rows], self.norm[...], self.config.rms_norm_eps)
         head = self.embed if self.head is None else self.head
@@ -163,8 +177,9 @@ def _run_layer(
     angles: tuple[jax.Array, jax.Array],
     kv_cache: jax.Array,
     batch: PagedBatch,
+    lora: LayerLora | None,
 ) -> tuple[jax.Array, jax.Array]:
-    return nnx.merge(graphdef, state)(x, angles, kv_cache, batch)
+    return nnx.merge(graphdef, state)(x, angles, kv_cache, batch, lora)
 
 
 def _linear(

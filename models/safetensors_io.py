@@ -18,8 +18,6 @@ import numpy as np
 
 from .weights import WeightsError, map_file
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 MAX_JSON_BYTES = 100_000_000
 """Largest header or JSON file that is parsed; the format's own limit for headers."""
 
@@ -165,23 +163,27 @@ def _read_index(path: Path) -> dict[str, str]:
 class SafetensorsSource:
     """The tensors of a directory with `model.safetensors`, or its shards and their index.
 
+    Args:
+        directory: where the files are.
+        stem: what they are called instead of `model`.
+
     Attributes:
         name: the directory.
         files: the safetensors files, in the order of their names.
         shapes, dtypes: by tensor name, as stored.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, stem: str = "model") -> None:
         """Map the files and check their headers; nothing else is read.
 
         Raises:
             WeightsError: files are missing, broken, or contradict each other.
         """
         self.name = str(directory)
-        index_path = directory / INDEX_FILE
-        single = directory / SINGLE_FILE
+        single = directory / f"{stem}.safetensors"
+        index_path = directory / f"{stem}.safetensors.index.json"
         if single.exists():
-            shards, weight_map = [SINGLE_FILE], None
+            shards, weight_map = [single.name], None
         elif index_path.exists():
             weight_map = _read_index(index_path)
             shards = sorted(set(weight_map.values()))
@@ -189,7 +191,7 @@ class SafetensorsSource:
             if missing:
                 raise WeightsError(f"{index_path}: names files that are missing: {missing[:8]}")
         else:
-            raise WeightsError(f"{directory}: has neither {SINGLE_FILE} nor {INDEX_FILE}")
+            raise WeightsError(f"{directory}: has neither {single.name} nor {index_path.name}")
         self.files = tuple(directory / shard for shard in shards)
         self._where: dict[str, tuple[mmap, _Entry]] = {}
         found: dict[str, str] = {}

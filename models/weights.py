@@ -186,7 +186,8 @@ def _ignorable(name: str, config: LlamaConfig) -> bool:
     )
 
 
-def _listing(title: str, items: Iterable[str]) -> list[str]:
+def listing(title: str, items: Iterable[str]) -> list[str]:
+    """A line with the number of items and the first of them, or no line if there is none."""
     items = list(items)
     if not items:
         return []
@@ -207,8 +208,8 @@ def _check(config: LlamaConfig, source: TensorSource) -> list[_Parameter]:
     expected = {part.name: part.shape for p in parameters for part in p.parts}
     found = source.shapes
     problems = [
-        *_listing("missing tensors", (f"{n} {s}" for n, s in expected.items() if n not in found)),
-        *_listing(
+        *listing("missing tensors", (f"{n} {s}" for n, s in expected.items() if n not in found)),
+        *listing(
             "unexpected tensors",
             (
                 f"{n} {tuple(s)}"
@@ -216,7 +217,7 @@ def _check(config: LlamaConfig, source: TensorSource) -> list[_Parameter]:
                 if n not in expected and not _ignorable(n, config)
             ),
         ),
-        *_listing(
+        *listing(
             "wrong shapes",
             (
                 f"{n} is {tuple(found[n])}, expected {s}"
@@ -224,7 +225,7 @@ def _check(config: LlamaConfig, source: TensorSource) -> list[_Parameter]:
                 if n in found and tuple(found[n]) != s
             ),
         ),
-        *_listing(
+        *listing(
             "not floating point",
             (
                 f"{n} is {source.dtypes[n]}"

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PEERS = {"torch", "transformers"}
+PEERS = {"peft", "torch", "transformers"}
 LAYERS = ("pallas_kernels", "paged", "models", "serve")  # each may import those before it
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 

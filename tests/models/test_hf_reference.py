@@ -16,6 +16,7 @@ from flax import nnx
 
 from octavo.models.config import LlamaConfig, RopeScaling
 from octavo.models.llama import Llama
+from octavo.models.lora import LoraBatch, LoraStack
 from octavo.models.safetensors_io import SafetensorsSource, read_json_object
 from octavo.models.weights import build_model
 from octavo.paged import packed_batch
@@ -59,8 +60,13 @@ def with_config(model: Llama, config: LlamaConfig) -> Llama:
     return other
 
 
-def run(model: Llama, ids: np.ndarray) -> np.ndarray:
-    """Logits of all of `ids`, computed in two chunks that are padded to one size."""
+def run(model: Llama, ids: np.ndarray, lora: LoraStack | None = None) -> np.ndarray:
+    """Logits of all of `ids`, computed in two chunks that are padded to one size.
+
+    Every token takes the adapter in the first slot of `lora`.
+    """
+    ones = jnp.ones(PADDED_LEN, jnp.int32)
+    lora_batch = None if lora is None else LoraBatch.of(lora, ones)
     config = model.config
     blocks = np.random.default_rng(0).permutation(np.arange(1, NUM_BLOCKS))
     tables = jnp.asarray(blocks[None, : -(-len(ids) // BLOCK_SIZE)], jnp.int32)
@@ -83,7 +89,7 @@ def run(model: Llama, ids: np.ndarray) -> np.ndarray:
         )
         batch = replace(batch, logit_rows=jnp.arange(PADDED_LEN, dtype=jnp.int32))
         with jax.default_matmul_precision("highest"):
-            chunk, kv_cache = model(jnp.asarray(tokens), position, kv_cache, batch)
+            chunk, kv_cache = model(jnp.asarray(tokens), position, kv_cache, batch, lora_batch)
         logits.append(np.asarray(chunk)[:chunk_len])
     return np.concatenate(logits)
 
