@@ -17,6 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+# JAX 0.12 asks for 0.0.50 on a device, which models no cycles of decode on 7x.
+_LIBTPU = "libtpu==0.0.52.*"
 _DUMP = Path(tempfile.mkdtemp(prefix="deviceless-"))
 os.environ.update(
     JAX_PLATFORMS="cpu",
@@ -195,9 +197,7 @@ def requirements() -> list[str]:
     version = metadata.version("jax")
     if tuple(int(part) for part in version.split(".")[:2]) < (0, 12):
         return []
-    needs = metadata.requires("jax") or []
-    libtpu = next(need.split(";")[0].strip() for need in needs if need.startswith("libtpu"))
-    return [libtpu, f"jax-cuda13-plugin=={version}", f"jax-cuda13-pjrt=={version}"]
+    return [_LIBTPU, f"jax-cuda13-plugin=={version}", f"jax-cuda13-pjrt=={version}"]
 
 
 def versions() -> dict[str, str]:
