@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..paged import POLICIES
+from .scheduler import POLICIES as SCHEDULING_POLICIES
 
 
 def _knob(default: Any, text: str) -> Any:
@@ -35,6 +36,13 @@ class EngineConfig:
         "cost", f"which cached blocks go first when room is needed: {', '.join(POLICIES)}"
     )
     max_pinned_fraction: float = _knob(0.5, "part of the KV cache that may be pinned, at most")
+    scheduling_policy: str = _knob(
+        "fcfs", "who starts first: fcfs, priority (of the request) or lpm (longest prefix match)"
+    )
+    max_setbacks: int = _knob(
+        64, "later requests that may start before a waiting one, and times that it is preempted"
+    )
+    max_waiting: int = _knob(8192, "waiting requests above which the server takes no new ones")
     max_decode_steps: int = _knob(16, "decode steps in one dispatch, at most")
     decode_slice_ms: float = _knob(
         100.0, "time that one dispatch of decode steps aims at; a new request waits about as long"
@@ -45,7 +53,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         at_least_one = ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_decode_steps")
-        for name in (*at_least_one, "max_model_len"):
+        for name in (*at_least_one, "max_model_len", "max_setbacks", "max_waiting"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
@@ -61,6 +69,11 @@ class EngineConfig:
         if self.eviction_policy not in POLICIES:
             raise ValueError(
                 f"eviction_policy={self.eviction_policy!r} must be one of {', '.join(POLICIES)}"
+            )
+        if self.scheduling_policy not in SCHEDULING_POLICIES:
+            raise ValueError(
+                f"scheduling_policy={self.scheduling_policy!r} must be one of "
+                f"{', '.join(SCHEDULING_POLICIES)}"
             )
         if not 0 <= self.max_pinned_fraction <= 1:
             raise ValueError(f"max_pinned_fraction={self.max_pinned_fraction} must be in [0, 1]")

@@ -20,15 +20,19 @@ from ..models import LoadedModel, load_model
 from ..paged import OutOfBlocks
 from .cache_control import CacheControl
 from .config import EngineConfig
+from .deadlines import Deadlines
 from .decode_pace import DecodePace
 from .intake import Intake, Prompt
-from .outputs import Completion, EngineStats, RequestOutput
+from .outputs import COUNTERS, Completion, EngineStats, RequestOutput
 from .program import keep_compiled_programs
 from .request import Request
 from .runner import ModelRunner
 from .sampling_params import InvalidRequest, SamplingParams
-from .scheduler import Scheduler
+from .scheduler import Scheduler, check_priority
 from .warmup import compile_all
+
+# Finish reasons that the last step has not published blocks for, and where they are counted.
+_ENDED_FROM_OUTSIDE = {"cancelled": "num_cancelled", "timeout": "num_timed_out"}
 
 
 class Engine(CacheControl):
@@ -52,27 +56,21 @@ class Engine(CacheControl):
         runner = ModelRunner(loaded.model, config)
         super().__init__(runner, Intake(loaded, runner.layout, config.block_size))
         self._scheduler = Scheduler(
+            policy=config.scheduling_policy,
+            max_setbacks=config.max_setbacks,
             num_seats=config.max_num_seqs,
+            num_blocks=runner.num_unpinned_blocks,
             block_size=config.block_size,
             token_budget=config.max_num_batched_tokens,
             share=config.enable_prefix_caching,
+            cached_lens_fn=runner.cached_lens,
+            most_matched=runner.prefix_lens.num_requests,
         )
+        self._deadlines = Deadlines()
         self._requests: dict[str, Request] = {}
         self._inboxes: dict[str, deque[RequestOutput]] = {}
         self._pace = DecodePace(config.decode_slice_ms, config.max_decode_steps)
-        self._count = dict.fromkeys(
-            (
-                "prefix_query_tokens",
-                "prefix_hit_tokens",
-                "prompt_tokens",
-                "prefilled_tokens",
-                "generated_tokens",
-                "num_preemptions",
-                "num_finished",
-                "num_cancelled",
-            ),
-            0,
-        )
+        self._count = dict.fromkeys(COUNTERS, 0)
 
     @classmethod
     def from_pretrained(
@@ -105,6 +103,7 @@ class Engine(CacheControl):
         params: SamplingParams | None = None,
         *,
         cache_salt: str = "",
+        priority: int = 0,
         request_id: str | None = None,
     ) -> str:
         """Queue a request.
@@ -113,6 +112,7 @@ class Engine(CacheControl):
             prompt: text, or token ids.
             params: how to sample and when to stop.
             cache_salt: only requests with the same salt share blocks.
+            priority: lower values run first, under the scheduling policy `priority`.
             request_id: its name; None makes one.
 
         Returns:
@@ -125,9 +125,12 @@ class Engine(CacheControl):
         request_id = request_id or secrets.token_hex(8)
         if request_id in self._requests:
             raise InvalidRequest(f"{request_id=} is in use", param="request_id")
+        check_priority(priority, self.config.scheduling_policy)
         request = self._intake.request(prompt, params, cache_salt, request_id)
+        request.priority = priority
         self._requests[request_id] = request
-        self._scheduler.waiting.append(request)
+        self._scheduler.add(request)
+        self._deadlines.add(request)
         return request_id
 
     def cancel(self, request_id: str) -> bool:
@@ -148,33 +151,37 @@ class Engine(CacheControl):
 
     def step(self) -> list[RequestOutput]:
         """Run one dispatch on device; returns what each request gained by it."""
+        late = self._end_late()
         self._admit_waiting()
         running = self._scheduler.running
         if not running:
             if self._scheduler.waiting:
                 raise OutOfBlocks("no request runs and yet the next one finds no blocks")
-            return []
+            return late
         advanced = self._packed_step() if any(r.needs_prefill for r in running) else self._decode()
         for request in advanced:
             if request.finish_reason is not None:
                 self._retire(request)
-        return [request.take_output() for request in advanced]
+        return late + [request.take_output() for request in advanced]
+
+    def _end_late(self) -> list[RequestOutput]:
+        """End the requests whose time is over."""
+        late = self._deadlines.passed()
+        for request in late:
+            request.end("timeout")
+            self._retire(request)
+        return [request.take_output() for request in late]
 
     def _admit_waiting(self) -> None:
-        for request in self._scheduler.candidates():
-            seat = self._scheduler.next_seat()
-            try:
-                self._acting(request)
-                cached = self._runner.admit(request, seat)
-                if cached is None:
-                    return
-                self._scheduler.start(request)
-            except BaseException:
-                # An interrupt while the host waits for the device: the seat has its blocks
-                # already, and nobody would know.
-                if request.seat is None:
-                    self._runner.release_seat(seat)
-                raise
+        for i, request in enumerate(self._scheduler.candidates()):
+            # Whoever starts is not to be preempted at once, before it has computed anything.
+            if i == 0 and not self._reserve(1):
+                return
+            while (cached := self._admit(request)) is None:
+                victim = self._scheduler.victim_for(request)
+                if victim is None:
+                    return self._scheduler.refuse()
+                self._preempt(victim)
             request.num_published = cached // self.config.block_size
             request.num_computed = cached
             if request.num_cached_tokens is None:
@@ -182,6 +189,24 @@ class Engine(CacheControl):
                 self._count["prompt_tokens"] += request.num_prompt_tokens
                 self._count["prefix_query_tokens"] += request.num_prompt_tokens
                 self._count["prefix_hit_tokens"] += request.num_computed
+
+    def _admit(self, request: Request) -> int | None:
+        """Start a request; returns its cached tokens, or None if there is no seat or no room."""
+        seat = self._scheduler.next_seat()
+        if seat is None:
+            return None
+        try:
+            self._acting(request)
+            cached = self._runner.admit(request, seat)
+            if cached is not None:
+                self._scheduler.start(request)
+        except BaseException:
+            # An interrupt while the host waits for the device: the seat has its blocks already,
+            # and nobody would know.
+            if request.seat is None:
+                self._runner.release_seat(seat)
+            raise
+        return cached
 
     def _packed_step(self) -> list[Request]:
         self._make_room(1)
@@ -204,9 +229,8 @@ class Engine(CacheControl):
 
     def _decode(self) -> list[Request]:
         num_steps = self._pace.num_steps(len(self._scheduler.running))
-        self._acting(None)
         # A shorter loop that fits is better than a preemption.
-        while num_steps > 1 and not self._runner.reserve(self._scheduler.running, num_steps):
+        while num_steps > 1 and not self._reserve(num_steps):
             num_steps //= 2
         self._make_room(num_steps)
         running = list(self._scheduler.running)
@@ -239,39 +263,38 @@ class Engine(CacheControl):
             self._runner.publish(requests, tails)
 
     def _make_room(self, more: int) -> None:
-        """Give every decoding request room for `more` tokens, preempting the newest if need be.
+        """Give every decoding request room for `more` tokens, preempting others if need be.
 
-        The oldest always finds room in the end: alone it fits the pool, as `add_request` checked.
+        The first in turn always finds it: alone it fits the pool, as `add_request` checked.
         """
-        self._acting(None)
-        while True:
-            decoding = [r for r in self._scheduler.running if not r.needs_prefill]
-            if self._runner.reserve(decoding, more):
-                return
+        while not self._reserve(more):
             if len(self._scheduler.running) == 1:
                 raise OutOfBlocks("a request that runs alone must fit the pool, and does not")
-            self._preempt(self._scheduler.running[-1])
+            self._preempt(self._scheduler.victim())
+
+    def _reserve(self, more: int) -> bool:
+        self._acting(None)
+        decoding = [r for r in self._scheduler.running if not r.needs_prefill]
+        return self._runner.reserve(decoding, more)
 
     def _preempt(self, request: Request) -> None:
         # Its blocks stay cached, so that resuming finds what has not been evicted meanwhile.
         self._publish([request], [request])
         self._runner.release(request)
-        self._scheduler.leave(request)
+        self._scheduler.preempt(request)
         request.num_computed = request.num_published = 0
-        self._scheduler.waiting.appendleft(request)
         self._count["num_preemptions"] += 1
 
     def _retire(self, request: Request) -> None:
+        count = _ENDED_FROM_OUTSIDE.get(request.finish_reason or "")
         if request.seat is not None:
-            if request.finish_reason == "cancelled":
+            if count is not None:
                 self._publish([request], [request])
             self._runner.release(request)
-            self._scheduler.leave(request)
-        else:
-            self._scheduler.waiting.remove(request)
+        self._scheduler.end(request)
+        self._deadlines.remove(request)
         del self._requests[request.request_id]
-        cancelled = request.finish_reason == "cancelled"
-        self._count["num_cancelled" if cancelled else "num_finished"] += 1
+        self._count[count or "num_finished"] += 1
 
     # ---- whole answers ---------------------------------------------------------------------
 

@@ -34,7 +34,12 @@ _COUNTERS = (
 _BLOCK_STATES = ("free", "cached", "active")
 
 # The engine's finish reasons, and what vLLM calls them where it differs.
-_FINISHED_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort"}
+_FINISHED_REASONS = {
+    "stop": "stop",
+    "length": "length",
+    "cancelled": "abort",
+    "timeout": "timeout",
+}
 
 
 class ServerMetrics:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "timeout"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +78,7 @@ class EngineStats:
         num_preemptions: times that a request gave back its blocks to let others go on.
         num_finished: requests that ended by themselves.
         num_cancelled: requests that were ended from outside.
+        num_timed_out: requests whose `timeout_s` was over.
     """
 
     num_running: int
@@ -94,3 +95,18 @@ class EngineStats:
     num_preemptions: int
     num_finished: int
     num_cancelled: int
+    num_timed_out: int
+
+
+# What only ever grows.
+COUNTERS: tuple[str, ...] = (
+    "prefix_query_tokens",
+    "prefix_hit_tokens",
+    "prompt_tokens",
+    "prefilled_tokens",
+    "generated_tokens",
+    "num_preemptions",
+    "num_finished",
+    "num_cancelled",
+    "num_timed_out",
+)

@@ -22,8 +22,10 @@ class Request:
         stop_ids: tokens that end it.
         seed: `uint32` value.
         namespace: id of what it may share blocks with.
-        number: counts requests, from 1.
+        number: counts requests, from 1, as they arrive.
         seat: its row while it runs, else None.
+        priority: lower values run first, under that policy.
+        num_setbacks: later requests that started while this one waited, and preemptions.
         num_computed: tokens whose keys and values are in the cache.
         num_published: blocks that the index has seen.
         num_cached_tokens: prompt tokens found in the cache when it was first admitted.
@@ -41,6 +43,8 @@ class Request:
     number: int
     text: TextStream
     seat: int | None = None
+    priority: int = 0
+    num_setbacks: int = 0
     num_computed: int = 0
     num_published: int = 0
     num_cached_tokens: int | None = None
@@ -64,16 +68,17 @@ class Request:
         self.num_tokens += 1
         self._new_tokens.append(token_id)
         if token_id in self.stop_ids:
-            self._end("stop")
+            self.end("stop")
             return
         text, stopped = self.text.add(token_id)
         self._new_text.append(text)
         if stopped:
             self.finish_reason = "stop"
         elif self.num_generated >= self.max_tokens:
-            self._end("length")
+            self.end("length")
 
-    def _end(self, reason: FinishReason) -> None:
+    def end(self, reason: FinishReason) -> None:
+        """Finish with what text there is, unless that ends in a stop string."""
         text, stopped = self.text.flush()
         self._new_text.append(text)
         self.finish_reason = "stop" if stopped else reason

@@ -20,6 +20,7 @@ from ..paged.cost_model import ModelShape, cost_slope
 from ..pallas_kernels import NULL_BLOCK, copy_blocks, init_kv_cache
 from .config import EngineConfig
 from .layout import CacheLayout
+from .prefix_lens import PrefixLens
 from .program import Program
 from .programs import KVCache, ModelSteps, bucket_for, buckets
 from .request import Request
@@ -61,6 +62,8 @@ class ModelRunner:
             ),
             pin_budget=self._pin_budget(),
         )
+        # What running requests can have together, whatever is pinned.
+        self.num_unpinned_blocks = num_blocks - 1 - self._pin_budget()
         self._tables = paged.init_tables(config.max_num_seqs, self.layout.blocks_per_seq)
         most = -(-config.max_decode_steps // config.block_size) + 1
         grow = partial(paged.append, max_new_blocks=most)
@@ -70,6 +73,7 @@ class ModelRunner:
         self._release = Program("release", paged.release, donate=(0, 1))
         self._copy = Program("copy", _copy_block, donate=(0,))
         self._stats = Program("stats", paged.stats, donate=())
+        self.prefix_lens = PrefixLens(self.layout, config.block_size, 4 * config.max_num_seqs)
         # Seldom called, and for few sizes: compiled when they are.
         self._pin = jax.jit(paged.pin_tokens, donate_argnums=0)
         self._unpin = jax.jit(paged.unpin_tokens, donate_argnums=0)
@@ -119,6 +123,10 @@ class ModelRunner:
         if int(admission.copies.target) != NULL_BLOCK:
             self._kv_cache = self._copy(1, self._kv_cache, admission.copies)
         return int(admission.num_cached_tokens)
+
+    def cached_lens(self, requests: Sequence[Request]) -> list[int]:
+        """Tokens in the cached full blocks at the start of each request; see `PrefixLens`."""
+        return self.prefix_lens(self._state.index, requests)
 
     def reserve(self, requests: Sequence[Request], more: int) -> bool:
         """Make room for up to `more` further tokens in each request's table, or in none's."""
@@ -238,11 +246,19 @@ class ModelRunner:
             ),
             (self._stats.name, partial(self._stats.compile, 1, self._state)),
             (self._copy.name, partial(self._copy.compile, 1, self._kv_cache, _no_copy())),
+            *self._match_warmup(),
         ]
 
     def _all_programs(self) -> tuple[Program, ...]:
         manager = (self._admit, self._append, self._publish, self._release, self._stats)
-        return (self._steps.packed, self._steps.decode, *manager, self._copy)
+        others = (self._copy, self.prefix_lens.program)
+        return (self._steps.packed, self._steps.decode, *manager, *others)
+
+    def _match_warmup(self) -> list[tuple[str, Callable[[], object]]]:
+        if self._config.scheduling_policy != "lpm":
+            return []
+        lens = self.prefix_lens
+        return [(lens.program.name, partial(lens.compile, self._state.index))]
 
     def _compile_packed(self, size: int) -> None:
         tokens, rows = packed_rows([], size, self._num_rows(size))

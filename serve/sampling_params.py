@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -34,6 +35,7 @@ class SamplingParams:
         stop: strings that end the text, which leaves them out.
         stop_token_ids: tokens that end the text.
         ignore_eos: go on past the model's end-of-sequence tokens.
+        timeout_s: end the text, as it stands, so many seconds after the request came.
 
     Raises:
         InvalidRequest: a value is out of range.
@@ -48,6 +50,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         def check(param: str, valid: bool, expected: str) -> None:
@@ -82,6 +85,11 @@ class SamplingParams:
             "a number above 0 and at most 1",
         )
         check("min_p", number(self.min_p) and 0 <= self.min_p <= 1, "a number between 0 and 1")
+        check(
+            "timeout_s",
+            self.timeout_s is None or (number(self.timeout_s) and 0 < self.timeout_s < math.inf),
+            "a number of seconds above 0",
+        )
         check(
             "seed",
             self.seed is None or (integer(self.seed) and -_MAX_SEED <= self.seed < _MAX_SEED),

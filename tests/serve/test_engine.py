@@ -370,6 +370,9 @@ BAD_CONFIGS = [
     ({"kv_cache_gib": 1e-9}, "holds 0 blocks"),
     ({"kv_cache_dtype": "int4"}, "int4"),
     ({"max_model_len": 513}, "max_model_len=513"),
+    ({"scheduling_policy": "sjf"}, "sjf"),
+    ({"max_setbacks": 0}, "max_setbacks=0"),
+    ({"max_waiting": 0}, "max_waiting=0"),
     ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "max_num_batched_tokens=32"),
 ]
 
