@@ -12,15 +12,15 @@ class NamespaceKey:
     Attributes:
         model: fingerprint of the weights and the configuration, RoPE included.
         cache_dtype: data type and quantisation scheme of the cache.
-        adapter: adapter id, empty for none.
-        adapter_version: changes when the adapter is reloaded.
+        adapter: what the adapter is called, empty for none.
+        adapter_version: digest of the adapter's weights, empty for none.
         salt: a tenant's own secret, empty for the shared cache.
     """
 
     model: str
     cache_dtype: str
     adapter: str = ""
-    adapter_version: int = 0
+    adapter_version: str = ""
     salt: str = ""
 
 

@@ -1,5 +1,6 @@
 """The engine that serves models with prefix reuse, and the OpenAI-compatible server around it."""
 
+from .adapters import NoAdapterSlot as NoAdapterSlot
 from .config import EngineConfig as EngineConfig
 from .engine import Engine as Engine
 from .outputs import Completion as Completion
@@ -14,6 +15,7 @@ __all__ = [
     "EngineConfig",
     "EngineStats",
     "InvalidRequest",
+    "NoAdapterSlot",
     "RequestOutput",
     "SamplingParams",
 ]

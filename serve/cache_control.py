@@ -25,7 +25,9 @@ class CacheControl:
         self._started = time.monotonic()
         self._owners: dict[int, str] = {}
 
-    def explain(self, prompt: Prompt, *, cache_salt: str = "") -> Explanation:
+    def explain(
+        self, prompt: Prompt, *, cache_salt: str = "", adapter: str | None = None
+    ) -> Explanation:
         """Why a prompt would hit the cache as far as it does, and no further.
 
         Times are seconds since the engine was made; `evicted_for` names the request for which
@@ -34,38 +36,46 @@ class CacheControl:
         Raises:
             InvalidRequest: the prompt could never be served.
         """
-        tokens, namespace = self._intake.prompt(prompt, cache_salt)
+        tokens, namespace = self._intake.prompt(prompt, cache_salt, adapter)
         told = self._runner.explain(tokens, namespace)
         if told.evicted_for is None:
             return told
         return replace(told, evicted_for=self._owners.get(int(told.evicted_for)))
 
-    def pin(self, prompt: Prompt, *, cache_salt: str = "", ttl_seconds: float | None = None) -> int:
+    def pin(
+        self,
+        prompt: Prompt,
+        *,
+        cache_salt: str = "",
+        ttl_seconds: float | None = None,
+        adapter: str | None = None,
+    ) -> int:
         """Keep the cached blocks of a prompt from being evicted; returns the tokens in them.
 
         Args:
             prompt: text, or token ids; what is not cached yet is not pinned: generate first.
             cache_salt: as of the requests that computed it.
             ttl_seconds: for how long; None means until `unpin`.
+            adapter: as of the requests that computed it.
 
         Raises:
             InvalidRequest: the prompt could never be served, or the time is not positive.
             PinBudgetExceeded: `max_pinned_fraction` of the cache is pinned; nothing has changed.
         """
-        tokens, namespace = self._intake.prompt(prompt, cache_salt)
+        tokens, namespace = self._intake.prompt(prompt, cache_salt, adapter)
         if ttl_seconds is not None and not ttl_seconds > 0:
             raise InvalidRequest(f"{ttl_seconds=} must be positive", param="ttl_seconds")
         self._acting(None)
         until = time.monotonic() - self._started + (ttl_seconds or math.inf)
         return self._runner.pin(tokens, namespace, math.ceil(min(until, FOREVER)))
 
-    def unpin(self, prompt: Prompt, *, cache_salt: str = "") -> None:
+    def unpin(self, prompt: Prompt, *, cache_salt: str = "", adapter: str | None = None) -> None:
         """End the pins of a prompt's blocks, but for those under which others are pinned.
 
         Raises:
             InvalidRequest: the prompt could never be served.
         """
-        self._runner.unpin(*self._intake.prompt(prompt, cache_salt))
+        self._runner.unpin(*self._intake.prompt(prompt, cache_salt, adapter))
 
     def check_invariants(self) -> None:
         """Check the block manager; raises `octavo.paged.InvariantViolation` on a fault."""

@@ -43,6 +43,8 @@ class EngineConfig:
         64, "later requests that may start before a waiting one, and times that it is preempted"
     )
     max_waiting: int = _knob(8192, "waiting requests above which the server takes no new ones")
+    max_loras: int = _knob(0, "LoRA adapters loaded at once, at most; 0 leaves them out")
+    max_lora_rank: int = _knob(16, "largest rank of an adapter")
     max_decode_steps: int = _knob(16, "decode steps in one dispatch, at most")
     decode_slice_ms: float = _knob(
         100.0, "time that one dispatch of decode steps aims at; a new request waits about as long"
@@ -53,12 +55,20 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         at_least_one = ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_decode_steps")
-        for name in (*at_least_one, "max_model_len", "max_setbacks", "max_waiting"):
+        for name in (
+            *at_least_one,
+            "max_model_len",
+            "max_setbacks",
+            "max_waiting",
+            "max_lora_rank",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
         if self.num_blocks is not None and self.num_blocks < 2:
             raise ValueError(f"num_blocks={self.num_blocks} must be at least 2")
+        if self.max_loras < 0:
+            raise ValueError(f"max_loras={self.max_loras} must be at least 0")
         for name in ("kv_cache_gib", "decode_slice_ms"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive")

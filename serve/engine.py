@@ -18,6 +18,7 @@ import numpy as np
 
 from ..models import LoadedModel, load_model
 from ..paged import OutOfBlocks
+from .adapter_control import AdapterControl
 from .cache_control import CacheControl
 from .config import EngineConfig
 from .deadlines import Deadlines
@@ -35,7 +36,7 @@ from .warmup import compile_all
 _ENDED_FROM_OUTSIDE = {"cancelled": "num_cancelled", "timeout": "num_timed_out"}
 
 
-class Engine(CacheControl):
+class Engine(CacheControl, AdapterControl):
     """Generates text for many requests at once. Synchronous; one thread at a time.
 
     Streams may be read in turns. A request of `add_request` gets its outputs from the `step` calls
@@ -54,7 +55,7 @@ class Engine(CacheControl):
         self.config = config = config or EngineConfig()
         keep_compiled_programs(config.compilation_cache_dir)
         runner = ModelRunner(loaded.model, config)
-        super().__init__(runner, Intake(loaded, runner.layout, config.block_size))
+        super().__init__(runner, Intake(loaded, runner.layout, config.block_size, runner.adapters))
         self._scheduler = Scheduler(
             policy=config.scheduling_policy,
             max_setbacks=config.max_setbacks,
@@ -104,6 +105,7 @@ class Engine(CacheControl):
         *,
         cache_salt: str = "",
         priority: int = 0,
+        adapter: str | None = None,
         request_id: str | None = None,
     ) -> str:
         """Queue a request.
@@ -113,6 +115,7 @@ class Engine(CacheControl):
             params: how to sample and when to stop.
             cache_salt: only requests with the same salt share blocks.
             priority: lower values run first, under the scheduling policy `priority`.
+            adapter: the name of a loaded adapter, None for the model alone.
             request_id: its name; None makes one.
 
         Returns:
@@ -126,7 +129,7 @@ class Engine(CacheControl):
         if request_id in self._requests:
             raise InvalidRequest(f"{request_id=} is in use", param="request_id")
         check_priority(priority, self.config.scheduling_policy)
-        request = self._intake.request(prompt, params, cache_salt, request_id)
+        request = self._intake.request(prompt, params, cache_salt, request_id, adapter)
         request.priority = priority
         self._requests[request_id] = request
         self._scheduler.add(request)
@@ -302,24 +305,31 @@ class Engine(CacheControl):
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[Completion]:
         """Answer prompts together and return when all are done, in their order.
 
         Args:
             prompts: one prompt or several.
             params: one for all, or one for each.
+            adapter: the name of a loaded adapter for all, or for each a name or None.
 
         Raises:
             InvalidRequest: a prompt or its parameters cannot be served; none has started.
         """
         many = [prompts] if _is_one_prompt(prompts) else list(prompts)
         each = list(params) if isinstance(params, Sequence) else [params] * len(many)
-        if len(each) != len(many):
-            raise ValueError(f"{len(each)} sampling params for {len(many)} prompts")
+        if adapter is None or isinstance(adapter, str):
+            adapter = [adapter] * len(many)
+        if not len(each) == len(adapter) == len(many):
+            raise ValueError(
+                f"{len(each)} sampling params and {len(adapter)} adapters for {len(many)} prompts"
+            )
         inboxes: dict[str, deque[RequestOutput]] = {}
         try:
-            for prompt, own in zip(many, each, strict=True):
-                request_id = self.add_request(prompt, own)  # pyright: ignore[reportArgumentType]
+            for prompt, own, name in zip(many, each, adapter, strict=True):
+                request_id = self.add_request(prompt, own, adapter=name)  # pyright: ignore[reportArgumentType]
                 inboxes[request_id] = self._inboxes[request_id] = deque()
             while any(request_id in self._requests for request_id in inboxes):
                 self._pump()
@@ -329,10 +339,15 @@ class Engine(CacheControl):
         return [Completion.of(parts) for parts in inboxes.values()]
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str = ""
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        cache_salt: str = "",
+        adapter: str | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """Answer one prompt, yielding text as it comes; leaving the loop cancels the request."""
-        request_id = self.add_request(prompt, params, cache_salt=cache_salt)
+        request_id = self.add_request(prompt, params, cache_salt=cache_salt, adapter=adapter)
         inbox = self._inboxes[request_id] = deque()
         try:
             while inbox or request_id in self._requests:

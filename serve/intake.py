@@ -9,6 +9,7 @@ import numpy as np
 
 from ..models import LoadedModel
 from ..paged import NamespaceKey, Namespaces
+from .adapters import Adapters
 from .layout import CacheLayout
 from .request import Request
 from .sampling_params import InvalidRequest, SamplingParams
@@ -20,8 +21,11 @@ Prompt = str | Sequence[int]
 class Intake:
     """Makes requests that the engine can serve, and refuses the others."""
 
-    def __init__(self, loaded: LoadedModel, layout: CacheLayout, block_size: int):
+    def __init__(
+        self, loaded: LoadedModel, layout: CacheLayout, block_size: int, adapters: Adapters
+    ):
         self._loaded = loaded
+        self._adapters = adapters
         self._layout = layout
         # The newest token is never written to the cache, so one more fits than there are slots.
         self._most_tokens = (layout.shape[0] - 1) * block_size + 1
@@ -29,14 +33,19 @@ class Intake:
         self._num_requests = 0
 
     def request(
-        self, prompt: Prompt, params: SamplingParams, cache_salt: str, request_id: str
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        cache_salt: str,
+        request_id: str,
+        adapter: str | None,
     ) -> Request:
         """The request, checked.
 
         Raises:
             InvalidRequest: it can never be served.
         """
-        tokens, namespace = self.prompt(prompt, cache_salt)
+        tokens, namespace = self.prompt(prompt, cache_salt, adapter)
         self._check_stop_ids(params)
         max_tokens = self._max_tokens(len(tokens), params)
         buffer = np.zeros(len(tokens) + max_tokens, np.int32)
@@ -55,20 +64,25 @@ class Intake:
             stop_ids=stop_ids,
             seed=secrets.randbits(32) if params.seed is None else params.seed % (1 << 32),
             namespace=namespace,
+            adapter=self._adapters.named(adapter),
             number=self._num_requests,
             text=TextStream(self._loaded.tokenizer.detokenizer(), params.stop),
         )
 
-    def prompt(self, prompt: Prompt, cache_salt: str) -> tuple[np.ndarray, int]:
+    def prompt(
+        self, prompt: Prompt, cache_salt: str, adapter: str | None
+    ) -> tuple[np.ndarray, int]:
         """A prompt's tokens `int32[n]` and namespace.
 
         Raises:
             InvalidRequest: it can never be served.
         """
-        tokens = self._prompt_tokens(prompt)
+        tokens, own = self._prompt_tokens(prompt), self._adapters.named(adapter)
         key = NamespaceKey(
             model=self._loaded.fingerprint,
             cache_dtype=self._layout.dtype.name,
+            adapter="" if own is None else own.name,
+            adapter_version="" if own is None else own.version,
             salt=cache_salt,
         )
         return tokens, self._namespaces.id_of(key)

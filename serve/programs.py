@@ -6,7 +6,9 @@ the block tables by seat.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ import numpy as np
 from flax import nnx
 
 from ..models import Llama
+from ..models.lora import LoraBatch, LoraStack
 from ..paged import PagedBatch, packed_batch, shared_prefixes, token_slots
 from .program import Program
 from .sampling import SamplingRows, sample
@@ -33,11 +36,13 @@ class PackedRows:
         seat: row of the block tables.
         context_len: tokens in the cache, the step's own included.
         query_len: the step's own tokens.
+        adapter: slot of the sequence's adapter, 0 for none.
     """
 
     seat: jax.Array | np.ndarray
     context_len: jax.Array | np.ndarray
     query_len: jax.Array | np.ndarray
+    adapter: jax.Array | np.ndarray
 
 
 @jax.tree_util.register_dataclass
@@ -51,6 +56,7 @@ class DecodeRows:
         context_len: tokens in the cache.
         limit: most tokens to generate; 0 for padding.
         stop_ids: `int32[R, E]` tokens that end the row, -1 for none.
+        adapter: slot of the sequence's adapter, 0 for none.
     """
 
     seat: jax.Array | np.ndarray
@@ -58,29 +64,45 @@ class DecodeRows:
     context_len: jax.Array | np.ndarray
     limit: jax.Array | np.ndarray
     stop_ids: jax.Array | np.ndarray
+    adapter: jax.Array | np.ndarray
 
 
 class ModelSteps:
     """The steps of one model.
 
     Attributes:
-        weights: the model's arrays, the first argument of both steps.
+        weights: the model's arrays; with those of the adapters after them, the first argument of
+            both steps.
         packed: see `_packed`; its size is T.
         decode: see `_decode`; its size is R.
     """
 
-    def __init__(self, model: Llama, *, block_size: int, max_decode_steps: int, cascade: bool):
+    def __init__(
+        self,
+        model: Llama,
+        lora: LoraStack | None,
+        *,
+        block_size: int,
+        max_decode_steps: int,
+        cascade: bool,
+    ):
         graphdef, state = nnx.split(model)
         self.weights, self._treedef = jax.tree.flatten(state)
-        self._graphdef = graphdef
+        self._graphdef, self._lora_treedef = graphdef, jax.tree.structure(lora)
         self._block_size = block_size
         self._max_steps = max_decode_steps
         self._cascade = cascade and model.config.sliding_window is None
         self.packed = Program("packed step", self._packed, donate=(1,))
         self.decode = Program("decode loop", self._decode, donate=(1,))
 
-    def _model(self, weights: list[jax.Array]) -> Llama:
-        return nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, weights))
+    def _model(
+        self, weights: list[jax.Array], adapter: jax.Array
+    ) -> Callable[..., tuple[jax.Array, KVCache]]:
+        """The model, its tokens with the adapters in the slots `adapter: int32[T]`."""
+        own, others = weights[: len(self.weights)], weights[len(self.weights) :]
+        model = nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, own))
+        stack = jax.tree.unflatten(self._lora_treedef, others)
+        return model if stack is None else partial(model, lora=LoraBatch.of(stack, adapter))
 
     def _packed(
         self,
@@ -99,7 +121,12 @@ class ModelSteps:
             num_tokens=tokens.shape[0],
             block_size=self._block_size,
         )
-        logits, kv_cache = self._model(weights)(tokens, position, kv_cache, batch)
+        adapter = jnp.repeat(
+            jnp.asarray(rows.adapter),
+            jnp.asarray(rows.query_len),
+            total_repeat_length=tokens.shape[0],
+        )
+        logits, kv_cache = self._model(weights, adapter)(tokens, position, kv_cache, batch)
         return sample(logits, sampling), kv_cache
 
     def _decode(
@@ -115,7 +142,7 @@ class ModelSteps:
 
         A row stops after one of its stop tokens or at its limit; its further entries are -1.
         """
-        model = self._model(weights)
+        model = self._model(weights, jnp.asarray(rows.adapter))
         num_rows = rows.seat.shape[0]
         row = jnp.arange(num_rows, dtype=jnp.int32)
         tables = block_ids[rows.seat]

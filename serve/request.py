@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .adapters import Adapter
 from .outputs import FinishReason, RequestOutput
 from .sampling_params import SamplingParams
 from .stops import TextStream
@@ -22,6 +23,7 @@ class Request:
         stop_ids: tokens that end it.
         seed: `uint32` value.
         namespace: id of what it may share blocks with.
+        adapter: whose weights it runs with beside the model's, if anybody's.
         number: counts requests, from 1, as they arrive.
         seat: its row while it runs, else None.
         priority: lower values run first, under that policy.
@@ -42,6 +44,7 @@ class Request:
     namespace: int
     number: int
     text: TextStream
+    adapter: Adapter | None = None
     seat: int | None = None
     priority: int = 0
     num_setbacks: int = 0

@@ -17,34 +17,48 @@ def seat_of(request: Request) -> int:
     return request.seat
 
 
+def adapter_slot(request: Request) -> int:
+    """The slot of a request's adapter, 0 for none."""
+    return 0 if request.adapter is None else request.adapter.slot
+
+
 def packed_rows(
     work: Sequence[tuple[Request, int]], num_tokens: int, num_rows: int
 ) -> tuple[np.ndarray, PackedRows]:
     """The next `count` tokens of each (request, count): `int32[num_tokens]` and their rows."""
     tokens = np.zeros(num_tokens, np.int32)
-    seat, context_len, query_len = np.zeros((3, num_rows), np.int32)
+    seat, context_len, query_len, adapter = np.zeros((4, num_rows), np.int32)
     at = 0
     for i, (request, count) in enumerate(work):
         begin = request.num_computed
         tokens[at : at + count] = request.tokens[begin : begin + count]
         seat[i], query_len[i], context_len[i] = seat_of(request), count, begin + count
+        adapter[i] = adapter_slot(request)
         at += count
-    return tokens, PackedRows(seat=seat, context_len=context_len, query_len=query_len)
+    return tokens, PackedRows(
+        seat=seat, context_len=context_len, query_len=query_len, adapter=adapter
+    )
 
 
 def decode_rows(requests: Sequence[Request], num_rows: int, num_steps: int) -> DecodeRows:
     """The rows of up to `num_steps` decode steps."""
-    seat, token, context_len, limit = np.zeros((4, num_rows), np.int32)
+    seat, token, context_len, limit, adapter = np.zeros((5, num_rows), np.int32)
     stop_ids = np.full((num_rows, NUM_STOP_IDS), -1, np.int32)
     for i, request in enumerate(requests):
         seat[i], context_len[i] = seat_of(request), request.num_computed
         token[i] = request.tokens[request.num_tokens - 1]
+        adapter[i] = adapter_slot(request)
         limit[i] = min(num_steps, request.max_tokens - request.num_generated)
         # Those that do not fit are left to the host, which checks them all.
         some = list(request.stop_ids)[:NUM_STOP_IDS]
         stop_ids[i, : len(some)] = some
     return DecodeRows(
-        seat=seat, token=token, context_len=context_len, limit=limit, stop_ids=stop_ids
+        seat=seat,
+        token=token,
+        context_len=context_len,
+        limit=limit,
+        stop_ids=stop_ids,
+        adapter=adapter,
     )
 
 

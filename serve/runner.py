@@ -18,6 +18,7 @@ from .. import paged
 from ..models import Llama, LlamaConfig
 from ..paged.cost_model import ModelShape, cost_slope
 from ..pallas_kernels import NULL_BLOCK, copy_blocks, init_kv_cache
+from .adapters import Adapters
 from .config import EngineConfig
 from .layout import CacheLayout
 from .prefix_lens import PrefixLens
@@ -31,13 +32,25 @@ _PROTECTED_FRACTION = 0.8  # of the pool, in `slru`
 
 
 class ModelRunner:
-    """Runs steps on device for requests that the scheduler chose."""
+    """Runs steps on device for requests that the scheduler chose.
+
+    Attributes:
+        layout: of the KV cache.
+        adapters: those in slots.
+    """
 
     def __init__(self, model: Llama, config: EngineConfig):
         self.layout = CacheLayout.of(model.config, config, model.embed[...].dtype)
         self._config = config
+        self.adapters = Adapters(
+            model.config,
+            num_slots=config.max_loras,
+            rank=config.max_lora_rank,
+            dtype=model.embed[...].dtype,
+        )
         self._steps = ModelSteps(
             model,
+            self.adapters.stack,
             block_size=config.block_size,
             max_decode_steps=config.max_decode_steps,
             cascade=config.enable_cascade_attention,
@@ -247,11 +260,12 @@ class ModelRunner:
             (self._stats.name, partial(self._stats.compile, 1, self._state)),
             (self._copy.name, partial(self._copy.compile, 1, self._kv_cache, _no_copy())),
             *self._match_warmup(),
+            *self.adapters.warmups(),
         ]
 
     def _all_programs(self) -> tuple[Program, ...]:
         manager = (self._admit, self._append, self._publish, self._release, self._stats)
-        others = (self._copy, self.prefix_lens.program)
+        others = (self._copy, self.prefix_lens.program, self.adapters.place)
         return (self._steps.packed, self._steps.decode, *manager, *others)
 
     def _match_warmup(self) -> list[tuple[str, Callable[[], object]]]:
@@ -272,7 +286,8 @@ class ModelRunner:
     # ---- arguments -------------------------------------------------------------------------
 
     def _step_args(self) -> tuple[object, ...]:
-        return self._steps.weights, self._kv_cache, self._tables.block_ids
+        weights = [*self._steps.weights, *self.adapters.leaves]
+        return weights, self._kv_cache, self._tables.block_ids
 
     def _num_rows(self, num_tokens: int) -> int:
         return min(num_tokens, self._config.max_num_seqs)

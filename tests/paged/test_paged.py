@@ -199,7 +199,7 @@ def test_equal_keys_share_an_id_and_no_field_imitates_another() -> None:
         paged.NamespaceKey(**{**base, "model": "b"}),
         paged.NamespaceKey(**{**base, "cache_dtype": "bfloat16"}),
         paged.NamespaceKey(**base, adapter="x"),
-        paged.NamespaceKey(**base, adapter="x", adapter_version=1),
+        paged.NamespaceKey(**base, adapter="x", adapter_version="1"),
         paged.NamespaceKey(**base, salt="x"),
         paged.NamespaceKey(model="afloat32", cache_dtype=""),
     ]
