@@ -48,6 +48,7 @@ from .pool import incref as incref
 from .pool import init_pool as init_pool
 from .publish import FilledBlocks as FilledBlocks
 from .publish import publish as publish
+from .reset import reset_cache as reset_cache
 from .shared_prefixes import shared_prefixes as shared_prefixes
 from .sharing import copy_on_write as copy_on_write
 from .sharing import fork as fork
@@ -110,6 +111,7 @@ __all__ = [
     "publish",
     "release",
     "reserve",
+    "reset_cache",
     "shared_prefixes",
     "stats",
     "token_positions",

@@ -1,18 +1,24 @@
 """The engine that serves models with prefix reuse, and the OpenAI-compatible server around it."""
 
 from .adapters import NoAdapterSlot as NoAdapterSlot
+from .cache_snapshot import CacheSnapshot as CacheSnapshot
+from .cache_snapshot import EngineBusy as EngineBusy
 from .config import EngineConfig as EngineConfig
 from .engine import Engine as Engine
 from .outputs import Completion as Completion
 from .outputs import EngineStats as EngineStats
 from .outputs import RequestOutput as RequestOutput
+from .refusals import EngineDraining as EngineDraining
 from .sampling_params import InvalidRequest as InvalidRequest
 from .sampling_params import SamplingParams as SamplingParams
 
 __all__ = [
+    "CacheSnapshot",
     "Completion",
     "Engine",
+    "EngineBusy",
     "EngineConfig",
+    "EngineDraining",
     "EngineStats",
     "InvalidRequest",
     "NoAdapterSlot",

@@ -1,12 +1,15 @@
-"""What users may ask of an engine's cache, and do to it: explain, pin, unpin."""
+"""What users may ask of an engine's cache, and do to it: explain, pin, reset, keep aside."""
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from dataclasses import replace
 
+from ..models import LoadedModel
 from ..paged import FOREVER, Explanation
+from .cache_snapshot import CacheSnapshot, EngineBusy
 from .intake import Intake, Prompt
 from .request import Request
 from .runner import ModelRunner
@@ -19,9 +22,11 @@ _OWNERS_REMEMBERED = 1 << 14
 class CacheControl:
     """An engine's cache as its users see it; the engine says for whom it acts."""
 
-    def __init__(self, runner: ModelRunner, intake: Intake):
+    def __init__(self, loaded: LoadedModel, runner: ModelRunner, intake: Intake):
+        self.loaded = loaded
         self._runner = runner
         self._intake = intake
+        self._weights_id = object()  # another one for other weights
         self._started = time.monotonic()
         self._owners: dict[int, str] = {}
 
@@ -76,6 +81,55 @@ class CacheControl:
             InvalidRequest: the prompt could never be served.
         """
         self._runner.unpin(*self._intake.prompt(prompt, cache_salt, adapter))
+
+    def reset_cache(self, *, keep_pinned: bool = False) -> int:
+        """Forget what is cached, but for the blocks of running requests; returns how many went.
+
+        Args:
+            keep_pinned: leave the pins and what they keep.
+        """
+        self._acting(None)
+        return self._runner.reset_cache(keep_pinned=keep_pinned)
+
+    def cache_snapshot(self) -> CacheSnapshot:
+        """A copy of everything that is cached now, to go back to.
+
+        Raises:
+            EngineBusy: requests wait or run.
+        """
+        self._must_be_idle("keep its cache aside")
+        state, kv_cache = self._runner.copy_cache()
+        return CacheSnapshot(
+            weights_id=self._weights_id,
+            state=state,
+            kv_cache=kv_cache,
+            namespaces=copy.deepcopy(self._intake.namespaces),
+        )
+
+    def restore_cache(self, snapshot: CacheSnapshot) -> None:
+        """Cache again what was cached when the snapshot was made, which stays valid.
+
+        Raises:
+            EngineBusy: requests wait or run.
+            ValueError: the snapshot is of another engine, or of other weights.
+        """
+        if snapshot.weights_id is not self._weights_id:
+            raise ValueError("the snapshot is of another engine, or from before other weights")
+        self._must_be_idle("take back a cache")
+        self._runner.set_cache(snapshot.state, snapshot.kv_cache)
+        self._intake.namespaces = copy.deepcopy(snapshot.namespaces)
+
+    def _must_be_idle(self, purpose: str) -> None:
+        if self.num_unfinished:
+            raise EngineBusy(
+                f"an engine with {self.num_unfinished} unfinished requests cannot {purpose}: "
+                "drain it, or cancel them"
+            )
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that wait or run."""
+        raise NotImplementedError
 
     def check_invariants(self) -> None:
         """Check the block manager; raises `octavo.paged.InvariantViolation` on a fault."""

@@ -19,11 +19,11 @@ import numpy as np
 from ..models import LoadedModel, load_model
 from ..paged import OutOfBlocks
 from .adapter_control import AdapterControl
-from .cache_control import CacheControl
 from .config import EngineConfig
 from .deadlines import Deadlines
 from .decode_pace import DecodePace
 from .intake import Intake, Prompt
+from .lifecycle import Lifecycle
 from .outputs import COUNTERS, Completion, EngineStats, RequestOutput
 from .program import keep_compiled_programs
 from .request import Request
@@ -36,7 +36,7 @@ from .warmup import compile_all
 _ENDED_FROM_OUTSIDE = {"cancelled": "num_cancelled", "timeout": "num_timed_out"}
 
 
-class Engine(CacheControl, AdapterControl):
+class Engine(Lifecycle, AdapterControl):
     """Generates text for many requests at once. Synchronous; one thread at a time.
 
     Streams may be read in turns. A request of `add_request` gets its outputs from the `step` calls
@@ -51,11 +51,11 @@ class Engine(CacheControl, AdapterControl):
     """
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig | None = None):
-        self.loaded = loaded
         self.config = config = config or EngineConfig()
         keep_compiled_programs(config.compilation_cache_dir)
         runner = ModelRunner(loaded.model, config)
-        super().__init__(runner, Intake(loaded, runner.layout, config.block_size, runner.adapters))
+        intake = Intake(loaded, runner.layout, config.block_size, runner.adapters)
+        super().__init__(loaded, runner, intake)
         self._scheduler = Scheduler(
             policy=config.scheduling_policy,
             max_setbacks=config.max_setbacks,
@@ -123,7 +123,9 @@ class Engine(CacheControl, AdapterControl):
 
         Raises:
             InvalidRequest: the request can never be served; nothing has changed.
+            EngineDraining: no requests are taken any more.
         """
+        self._must_take_requests()
         params = params or SamplingParams()
         request_id = request_id or secrets.token_hex(8)
         if request_id in self._requests:
@@ -141,14 +143,23 @@ class Engine(CacheControl, AdapterControl):
         request = self._requests.get(request_id)
         if request is None:
             return False
+        self._cancelled(request)
+        return True
+
+    def _cancelled(self, request: Request) -> RequestOutput:
         request.finish_reason = "cancelled"
         self._retire(request)
-        return True
+        return request.take_output()
 
     @property
     def num_unfinished(self) -> int:
         """Requests that wait or run."""
         return len(self._requests)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait, for the first time or again."""
+        return len(self._scheduler.waiting)
 
     # ---- steps -----------------------------------------------------------------------------
 
@@ -358,11 +369,12 @@ class Engine(CacheControl, AdapterControl):
         finally:
             self._leave(request_id)
 
-    def _pump(self) -> None:
-        """Run a step and put what came of it where each whole answer collects it."""
+    def _pump(self) -> list[RequestOutput]:
+        """Run a step, put what came of it where it is collected, and return what nobody does."""
+        others = []
         for output in self.step():
-            if (inbox := self._inboxes.get(output.request_id)) is not None:
-                inbox.append(output)
+            self._inboxes.get(output.request_id, others).append(output)
+        return others
 
     def _leave(self, request_id: str) -> None:
         self.cancel(request_id)

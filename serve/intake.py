@@ -24,12 +24,12 @@ class Intake:
     def __init__(
         self, loaded: LoadedModel, layout: CacheLayout, block_size: int, adapters: Adapters
     ):
-        self._loaded = loaded
+        self.loaded = loaded
         self._adapters = adapters
         self._layout = layout
         # The newest token is never written to the cache, so one more fits than there are slots.
         self._most_tokens = (layout.shape[0] - 1) * block_size + 1
-        self._namespaces = Namespaces()
+        self.namespaces = Namespaces()
         self._num_requests = 0
 
     def request(
@@ -52,7 +52,7 @@ class Intake:
         buffer[: len(tokens)] = tokens
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
-            stop_ids |= frozenset(self._loaded.eos_token_ids)
+            stop_ids |= frozenset(self.loaded.eos_token_ids)
         self._num_requests += 1
         return Request(
             request_id=request_id,
@@ -66,7 +66,7 @@ class Intake:
             namespace=namespace,
             adapter=self._adapters.named(adapter),
             number=self._num_requests,
-            text=TextStream(self._loaded.tokenizer.detokenizer(), params.stop),
+            text=TextStream(self.loaded.tokenizer.detokenizer(), params.stop),
         )
 
     def prompt(
@@ -79,17 +79,17 @@ class Intake:
         """
         tokens, own = self._prompt_tokens(prompt), self._adapters.named(adapter)
         key = NamespaceKey(
-            model=self._loaded.fingerprint,
+            model=self.loaded.fingerprint,
             cache_dtype=self._layout.dtype.name,
             adapter="" if own is None else own.name,
             adapter_version="" if own is None else own.version,
             salt=cache_salt,
         )
-        return tokens, self._namespaces.id_of(key)
+        return tokens, self.namespaces.id_of(key)
 
     def _prompt_tokens(self, prompt: Prompt) -> np.ndarray:
-        vocab = self._loaded.config.vocab_size
-        ids = self._loaded.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        vocab = self.loaded.config.vocab_size
+        ids = self.loaded.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise InvalidRequest("the prompt is empty; give at least one token", param="prompt")
         if len(ids) >= self._layout.max_model_len:
@@ -108,7 +108,7 @@ class Intake:
         return np.asarray(ids, np.int32)
 
     def _check_stop_ids(self, params: SamplingParams) -> None:
-        vocab = self._loaded.config.vocab_size
+        vocab = self.loaded.config.vocab_size
         for token in params.stop_token_ids:
             if token >= vocab:
                 raise InvalidRequest(

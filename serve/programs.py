@@ -95,6 +95,22 @@ class ModelSteps:
         self.packed = Program("packed step", self._packed, donate=(1,))
         self.decode = Program("decode loop", self._decode, donate=(1,))
 
+    def load_weights(self, model: Llama) -> None:
+        """Take the weights of a model that differs in nothing else.
+
+        Raises:
+            ValueError: it differs; nothing has changed.
+        """
+        graphdef, state = nnx.split(model)
+        weights, treedef = jax.tree.flatten(state)
+        old, new = ([(w.shape, w.dtype) for w in ws] for ws in (self.weights, weights))
+        if (graphdef, treedef, new) != (self._graphdef, self._treedef, old):
+            raise ValueError(
+                "the weights are of another architecture or data type than those they replace: "
+                "make a new engine for them"
+            )
+        self.weights = weights
+
     def _model(
         self, weights: list[jax.Array], adapter: jax.Array
     ) -> Callable[..., tuple[jax.Array, KVCache]]:

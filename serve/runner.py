@@ -90,6 +90,7 @@ class ModelRunner:
         # Seldom called, and for few sizes: compiled when they are.
         self._pin = jax.jit(paged.pin_tokens, donate_argnums=0)
         self._unpin = jax.jit(paged.unpin_tokens, donate_argnums=0)
+        self._reset = jax.jit(paged.reset_cache, donate_argnums=0)
 
     def _pin_budget(self) -> int:
         # The longest request always finds room once the others are gone.
@@ -126,6 +127,27 @@ class ModelRunner:
         """End the pins of a prompt's blocks."""
         blocks = _cut(tokens, self._config.block_size)
         self._state = self._unpin(self._state, blocks, len(tokens), namespace)
+
+    def reset_cache(self, *, keep_pinned: bool) -> int:
+        """Free the blocks that nobody holds; returns how many."""
+        self._state, num_freed = self._reset(self._state, keep_pinned=keep_pinned)
+        return int(num_freed)
+
+    def copy_cache(self) -> tuple[paged.CacheState, KVCache]:
+        """Copies of the block manager and of all keys and values."""
+        return jax.tree.map(jnp.copy, (self._state, self._kv_cache))
+
+    def set_cache(self, state: paged.CacheState, kv_cache: KVCache) -> None:
+        """Go on from copies of what `copy_cache` returned; no seat may hold blocks."""
+        self._state, self._kv_cache = jax.tree.map(jnp.copy, (state, kv_cache))
+
+    def load_weights(self, model: Llama) -> None:
+        """Compute with these weights from now on.
+
+        Raises:
+            ValueError: they are not of the same architecture.
+        """
+        self._steps.load_weights(model)
 
     def admit(self, request: Request, seat: int) -> int | None:
         """Give the request a table; returns the tokens found cached, or None if it does not fit."""
