@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .safetensors_io import read_json_object
+from .token_bytes import TokenBytes
 
 if TYPE_CHECKING:  # an optional dependency: imported where it is used
     import tokenizers
@@ -68,6 +69,7 @@ class Tokenizer:
     Attributes:
         bos_token_id, eos_token_id: the tokens that begin and end a text, or None.
         special_ids: ids of control tokens, which `decode` leaves out by default.
+        token_bytes: from an id to the bytes that it stands for, half a character too.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Tokenizer:
         self.special_ids = frozenset(
             i for i, token in backend.get_added_tokens_decoder().items() if token.special
         )
+        self.token_bytes = TokenBytes(backend)
 
     @classmethod
     def from_directory(cls, directory: Path) -> Tokenizer:

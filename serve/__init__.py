@@ -7,6 +7,7 @@ from .config import EngineConfig as EngineConfig
 from .engine import Engine as Engine
 from .outputs import Completion as Completion
 from .outputs import EngineStats as EngineStats
+from .outputs import Logprob as Logprob
 from .outputs import RequestOutput as RequestOutput
 from .refusals import EngineDraining as EngineDraining
 from .sampling_params import InvalidRequest as InvalidRequest
@@ -21,6 +22,7 @@ __all__ = [
     "EngineDraining",
     "EngineStats",
     "InvalidRequest",
+    "Logprob",
     "NoAdapterSlot",
     "RequestOutput",
     "SamplingParams",

@@ -127,6 +127,8 @@ class _Server:
             form,
             model=body.model,
             stream=stream,
+            tokenizer=self._engine.loaded.tokenizer,
+            num_logprobs=body.num_logprobs,
             num_choices=body.num_choices,
             include_usage=body.include_usage,
         )

@@ -241,9 +241,8 @@ class AsyncEngine:
             if (mailbox := self._mailboxes.get(request_id)) is None:
                 continue
             self._engine.cancel(request_id)
-            cancelled.append(
-                replace(mailbox.last, text="", token_ids=(), finish_reason="cancelled")
-            )
+            last = replace(mailbox.last, text="", token_ids=(), logprobs=None)
+            cancelled.append(replace(last, finish_reason="cancelled"))
         self._hand_out(cancelled)
         return len(cancelled)
 

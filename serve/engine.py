@@ -24,8 +24,10 @@ from .deadlines import Deadlines
 from .decode_pace import DecodePace
 from .intake import Intake, Prompt
 from .lifecycle import Lifecycle
+from .logprobs import report
 from .outputs import COUNTERS, Completion, EngineStats, RequestOutput
 from .program import keep_compiled_programs
+from .programs import Drawn
 from .request import Request
 from .runner import ModelRunner
 from .sampling_params import InvalidRequest, SamplingParams
@@ -228,13 +230,13 @@ class Engine(Lifecycle, AdapterControl):
         if not work:
             return []
         prefilling = [request.needs_prefill for request, _ in work]
-        next_tokens = self._runner.packed(work)
+        drawn = self._runner.packed(work)
         advanced, tails = [], []
-        for (request, count), token, prefill in zip(work, next_tokens, prefilling, strict=True):
+        for row, ((request, count), prefill) in enumerate(zip(work, prefilling, strict=True)):
             request.num_computed += count
             self._count["prefilled_tokens"] += count if prefill else 0
             if request.num_computed == request.num_tokens:
-                self._take_tokens(request, [int(token)])
+                self._take_tokens(request, drawn, row)
                 advanced.append(request)
                 if prefill or request.finish_reason is not None:
                     tails.append(request)
@@ -249,27 +251,30 @@ class Engine(Lifecycle, AdapterControl):
         self._make_room(num_steps)
         running = list(self._scheduler.running)
         num_programs, begin = self.num_programs, time.perf_counter()
-        out = self._runner.decode(running, num_steps)
+        drawn = self._runner.decode(running, num_steps)
         seconds = time.perf_counter() - begin
-        executed = int((out >= 0).any(axis=1).sum())
+        executed = int((drawn.tokens >= 0).any(axis=1).sum())
         if self.num_programs == num_programs:  # else it is mostly the time of a compilation
             self._pace.note(len(running), seconds / max(executed, 1))
-        for column, request in enumerate(running):
-            tokens = [int(token) for token in out[:, column] if token >= 0]
-            taken = self._take_tokens(request, tokens)
+        for row, request in enumerate(running):
             # The newest token's keys and values are written by the step that follows it.
-            request.num_computed += taken
+            request.num_computed += self._take_tokens(request, drawn, row)
         self._publish(running, [r for r in running if r.finish_reason is not None])
         return running
 
-    def _take_tokens(self, request: Request, tokens: Sequence[int]) -> int:
-        """Append tokens up to the request's end; returns how many were taken."""
-        for taken, token in enumerate(tokens, start=1):
-            request.add_token(token)
-            self._count["generated_tokens"] += 1
-            if request.finish_reason is not None:
-                return taken
-        return len(tokens)
+    def _take_tokens(self, request: Request, drawn: Drawn, row: int) -> int:
+        """Append what was drawn in a row up to the request's end; returns how many were taken."""
+        wanted, taken = request.params.logprobs, 0
+        for step, token in enumerate(drawn.tokens[:, row].tolist()):
+            if token < 0 or request.finish_reason is not None:
+                break
+            logprobs = None
+            if wanted is not None:
+                logprobs = report(drawn.logprobs, (step, row), token, wanted)
+            request.add_token(token, logprobs)
+            taken += 1
+        self._count["generated_tokens"] += taken
+        return taken
 
     def _publish(self, requests: Sequence[Request], tails: Sequence[Request]) -> None:
         """Share what has been computed; of `tails` the last, unfilled block as well."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from ..paged import NamespaceKey, Namespaces
 from .adapters import Adapters
 from .layout import CacheLayout
 from .request import Request
-from .sampling_params import InvalidRequest, SamplingParams
+from .sampling_params import MAX_LOGIT_BIAS, MAX_LOGIT_EDITS, InvalidRequest, SamplingParams
 from .stops import TextStream
 
 Prompt = str | Sequence[int]
@@ -46,13 +46,15 @@ class Intake:
             InvalidRequest: it can never be served.
         """
         tokens, namespace = self.prompt(prompt, cache_salt, adapter)
-        self._check_stop_ids(params)
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("logit_bias", params.logit_bias or ())
         max_tokens = self._max_tokens(len(tokens), params)
         buffer = np.zeros(len(tokens) + max_tokens, np.int32)
         buffer[: len(tokens)] = tokens
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= frozenset(self.loaded.eos_token_ids)
+        self._check_min_tokens(params, max_tokens, stop_ids)
         self._num_requests += 1
         return Request(
             request_id=request_id,
@@ -107,14 +109,27 @@ class Intake:
                 )
         return np.asarray(ids, np.int32)
 
-    def _check_stop_ids(self, params: SamplingParams) -> None:
+    def _check_ids(self, param: str, token_ids: Iterable[int]) -> None:
         vocab = self.loaded.config.vocab_size
-        for token in params.stop_token_ids:
+        for token in token_ids:
             if token >= vocab:
                 raise InvalidRequest(
-                    f"stop_token_ids holds {token}, outside the vocabulary [0, {vocab})",
-                    param="stop_token_ids",
+                    f"{param} holds {token}, outside the vocabulary [0, {vocab})", param=param
                 )
+
+    def _check_min_tokens(
+        self, params: SamplingParams, max_tokens: int, stop_ids: frozenset[int]
+    ) -> None:
+        if params.min_tokens > max_tokens:
+            raise InvalidRequest(
+                f"min_tokens={params.min_tokens}, but at most {max_tokens} fit", param="min_tokens"
+            )
+        banned = MAX_LOGIT_EDITS - MAX_LOGIT_BIAS
+        if params.min_tokens and len(stop_ids) > banned:
+            raise InvalidRequest(
+                f"min_tokens can hold off {banned} stop tokens, not {len(stop_ids)}",
+                param="min_tokens",
+            )
 
     def _max_tokens(self, num_prompt: int, params: SamplingParams) -> int:
         room = min(self._layout.max_model_len, self._most_tokens) - num_prompt

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logprob:
+    """How likely a token was: the logarithm of its probability, and its rank (1 is the likeliest).
+
+    By the model's own distribution, before temperature, penalties and whatever else narrows it.
+    """
+
+    logprob: float
+    rank: int
+
+
+Logprobs = Mapping[int, Logprob]
+"""Of one place in a text, by token id: the token that came, then the likeliest ones in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +36,7 @@ class RequestOutput:
         num_prompt_tokens: tokens in the prompt.
         num_cached_tokens: tokens of the prompt that were found in the cache.
         num_generated_tokens: tokens generated so far.
+        logprobs: one for each of `token_ids`, or None if they are not wanted.
     """
 
     request_id: str
@@ -30,6 +46,7 @@ class RequestOutput:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_generated_tokens: int
+    logprobs: tuple[Logprobs, ...] | None = None
 
     @property
     def finished(self) -> bool:
@@ -46,6 +63,7 @@ class Completion:
     finish_reason: FinishReason
     num_prompt_tokens: int
     num_cached_tokens: int
+    logprobs: tuple[Logprobs, ...] | None = None
 
     @classmethod
     def of(cls, parts: Sequence[RequestOutput]) -> Completion:
@@ -58,6 +76,9 @@ class Completion:
             finish_reason=last.finish_reason,
             num_prompt_tokens=last.num_prompt_tokens,
             num_cached_tokens=last.num_cached_tokens,
+            logprobs=None
+            if last.logprobs is None
+            else tuple(entry for part in parts for entry in part.logprobs or ()),
         )
 
 

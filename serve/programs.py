@@ -1,13 +1,13 @@
 """The two steps of the engine on device: a packed batch of tokens, and a loop of decode steps.
 
-Both take the weights as a flat list of arrays (fast to dispatch), donate the KV cache, and read
-the block tables by seat.
+Both take the weights as a flat list of arrays (fast to dispatch), donate the KV cache and the
+history, and read block tables, history and sampling parameters by seat.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -18,11 +18,12 @@ from flax import nnx
 from ..models import Llama
 from ..models.lora import LoraBatch, LoraStack
 from ..paged import PagedBatch, packed_batch, shared_prefixes, token_slots
+from .draw import draw
+from .logprobs import TokenLogprobs, no_logprobs
 from .program import Program
-from .sampling import SamplingRows, sample
+from .seats import SeatParams
 
 KVCache = tuple[jax.Array, ...]
-NUM_STOP_IDS = 8
 # A group that saves fewer reads is not worth its second pass.
 _MIN_SAVED_BLOCKS = 8
 
@@ -30,32 +31,33 @@ _MIN_SAVED_BLOCKS = 8
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class PackedRows:
-    """R sequences of a packed step; `int32[R]` each, zeros for padding.
+    """R sequences of a packed step; `int32[R]` where not said, zeros for padding.
 
     Attributes:
         seat: row of the block tables.
         context_len: tokens in the cache, the step's own included.
         query_len: the step's own tokens.
         adapter: slot of the sequence's adapter, 0 for none.
+        draws: `bool[R]`, whether these are all tokens of the sequence, so that one may follow.
     """
 
     seat: jax.Array | np.ndarray
     context_len: jax.Array | np.ndarray
     query_len: jax.Array | np.ndarray
     adapter: jax.Array | np.ndarray
+    draws: jax.Array | np.ndarray
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class DecodeRows:
-    """R sequences of a decode loop; `int32[R]` where not said.
+    """R sequences of a decode loop; `int32[R]` each.
 
     Attributes:
         seat: row of the block tables.
         token: newest token, not yet in the cache.
         context_len: tokens in the cache.
         limit: most tokens to generate; 0 for padding.
-        stop_ids: `int32[R, E]` tokens that end the row, -1 for none.
         adapter: slot of the sequence's adapter, 0 for none.
     """
 
@@ -63,8 +65,21 @@ class DecodeRows:
     token: jax.Array | np.ndarray
     context_len: jax.Array | np.ndarray
     limit: jax.Array | np.ndarray
-    stop_ids: jax.Array | np.ndarray
     adapter: jax.Array | np.ndarray
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """What a dispatch drew, `[steps, R]`.
+
+    Attributes:
+        tokens: `int32`, -1 past a row's end.
+        logprobs: zeros in steps of which no row wanted them.
+    """
+
+    tokens: jax.Array | np.ndarray
+    logprobs: TokenLogprobs
 
 
 class ModelSteps:
@@ -92,8 +107,8 @@ class ModelSteps:
         self._block_size = block_size
         self._max_steps = max_decode_steps
         self._cascade = cascade and model.config.sliding_window is None
-        self.packed = Program("packed step", self._packed, donate=(1,))
-        self.decode = Program("decode loop", self._decode, donate=(1,))
+        self.packed = Program("packed step", self._packed, donate=(1, 2))
+        self.decode = Program("decode loop", self._decode, donate=(1, 2))
 
     def load_weights(self, model: Llama) -> None:
         """Take the weights of a model that differs in nothing else.
@@ -124,12 +139,13 @@ class ModelSteps:
         self,
         weights: list[jax.Array],
         kv_cache: KVCache,
+        history: jax.Array,
         block_ids: jax.Array,
+        params: SeatParams,
         tokens: jax.Array,
         rows: PackedRows,
-        sampling: SamplingRows,
-    ) -> tuple[jax.Array, KVCache]:
-        """Compute packed `tokens: int32[T]`; returns each row's next token `int32[R]`."""
+    ) -> tuple[Drawn, KVCache, jax.Array]:
+        """Compute packed `tokens: int32[T]`; returns each row's next token `[1, R]`."""
         batch, position = packed_batch(
             block_ids[rows.seat],
             jnp.asarray(rows.context_len),
@@ -143,25 +159,29 @@ class ModelSteps:
             total_repeat_length=tokens.shape[0],
         )
         logits, kv_cache = self._model(weights, adapter)(tokens, position, kv_cache, batch)
-        return sample(logits, sampling), kv_cache
+        seat, context_len, draws = map(jnp.asarray, (rows.seat, rows.context_len, rows.draws))
+        token, logprobs, history = draw(logits, history, params, seat, context_len, draws)
+        drawn = Drawn(tokens=token, logprobs=logprobs)
+        return jax.tree.map(lambda x: x[None], drawn), kv_cache, history
 
     def _decode(
         self,
         weights: list[jax.Array],
         kv_cache: KVCache,
+        history: jax.Array,
         block_ids: jax.Array,
+        params: SeatParams,
         rows: DecodeRows,
-        sampling: SamplingRows,
         num_steps: jax.Array,
-    ) -> tuple[jax.Array, KVCache]:
-        """Generate up to `num_steps: int32[]` tokens per row; returns `int32[steps, R]`.
+    ) -> tuple[Drawn, KVCache, jax.Array]:
+        """Generate up to `num_steps: int32[]` tokens per row; returns them `[steps, R]`.
 
-        A row stops after one of its stop tokens or at its limit; its further entries are -1.
+        A row stops after one of its stop tokens or at its limit.
         """
         model = self._model(weights, jnp.asarray(rows.adapter))
-        num_rows = rows.seat.shape[0]
+        seat, num_rows = jnp.asarray(rows.seat), rows.seat.shape[0]
         row = jnp.arange(num_rows, dtype=jnp.int32)
-        tables = block_ids[rows.seat]
+        tables, stop_ids = block_ids[seat], params.stop_ids[seat]
         # What is shared now stays so while the rows grow.
         prefixes = None
         if self._cascade and num_rows > 1:
@@ -171,11 +191,11 @@ class ModelSteps:
             )
 
         def going(carry: tuple) -> jax.Array:
-            step, _, _, active, _, _ = carry
+            step, _, _, active, *_ = carry
             return (step < num_steps) & jnp.any(active)
 
         def one(carry: tuple) -> tuple:
-            step, token, length, active, kv_cache, out = carry
+            step, token, length, active, kv_cache, history, out = carry
             batch = PagedBatch(
                 block_tables=tables,
                 context_lens=jnp.where(active, length + 1, 0),
@@ -186,17 +206,23 @@ class ModelSteps:
                 prefixes=prefixes,
             )
             logits, kv_cache = model(token, length, kv_cache, batch)
-            drawn = sample(logits, replace(sampling, index=sampling.index + step))
-            out = out.at[step].set(jnp.where(active, drawn, -1))
-            stopped = jnp.any(drawn[:, None] == rows.stop_ids, axis=-1)
+            new, logprobs, history = draw(logits, history, params, seat, length + 1, active)
+            drawn = Drawn(tokens=jnp.where(active, new, -1), logprobs=logprobs)
+            out = jax.tree.map(lambda steps, x: steps.at[step].set(x), out, drawn)
+            stopped = jnp.any(new[:, None] == stop_ids, axis=-1)
             length = length + active.astype(jnp.int32)
             still = active & ~stopped & (step + 1 < rows.limit)
-            return step + 1, jnp.where(still, drawn, token), length, still, kv_cache, out
+            return step + 1, jnp.where(still, new, token), length, still, kv_cache, history, out
 
-        out = jnp.full((self._max_steps, num_rows), -1, jnp.int32)
-        carry = (jnp.int32(0), rows.token, rows.context_len, rows.limit > 0, kv_cache, out)
-        *_, kv_cache, out = jax.lax.while_loop(going, one, carry)
-        return out, kv_cache
+        out = Drawn(
+            tokens=jnp.full((self._max_steps, num_rows), -1, jnp.int32),
+            logprobs=no_logprobs(self._max_steps, num_rows),
+        )
+        state = jnp.int32(0), rows.token, rows.context_len, rows.limit > 0
+        *_, kv_cache, history, out = jax.lax.while_loop(
+            going, one, (*state, kv_cache, history, out)
+        )
+        return out, kv_cache, history
 
 
 def buckets(smallest: int, largest: int) -> tuple[int, ...]:

@@ -95,6 +95,18 @@ def _check_stop(value: Any) -> tuple[str, ...]:
     return tuple(_check_text(text) for text in stop)
 
 
+def _check_bias(value: Any) -> dict[int, Any] | None:
+    """OpenAI's `logit_bias`: token ids, which JSON writes as strings, and numbers."""
+    if value is not None and not isinstance(value, dict):
+        raise _fail(f"expected an object of token ids and numbers, not {_kind(value)}")
+    biases = {}
+    for token, bias in (value or {}).items():
+        if not token.isascii() or not token.isdecimal() or str(int(token[:20])) != token:
+            raise _fail(f"{token!r:.40} is not a token id")
+        biases[int(token)] = bias
+    return biases or None
+
+
 def _check_salt(value: str) -> str:
     if not value:
         raise _fail("the salt is empty; leave it out to share the cache with everybody")
@@ -113,6 +125,10 @@ Content = Annotated[
 ]
 Stop = Annotated[
     tuple[str, ...], PlainValidator(_check_stop, json_schema_input_type=str | list[str] | None)
+]
+Bias = Annotated[
+    dict[int, float] | None,
+    PlainValidator(_check_bias, json_schema_input_type=dict[str, float] | None),
 ]
 NumChoices = Annotated[int, Field(ge=1, le=MAX_CHOICES_PER_PROMPT)]
 Salt = Annotated[Text, AfterValidator(_check_salt)]
@@ -152,6 +168,21 @@ class StreamOptions(_Body):
     include_usage: bool | None = None
 
 
+# Fields of the bodies and of SamplingParams alike; null means the default.
+_TAKEN_AS_GIVEN = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "min_tokens",
+    "ignore_eos",
+)
+
+
 class GenerationRequest(_Body):
     """The fields that completions and chat have in common."""
 
@@ -165,8 +196,15 @@ class GenerationRequest(_Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Text | None = Field(default=None, description="Accepted and not used.")
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Bias = None
     top_k: int | None = Field(default=None, description="An extension; 0 means all tokens.")
     min_p: float | None = Field(default=None, description="An extension.")
+    repetition_penalty: float | None = Field(
+        default=None, description="An extension; 1 does nothing."
+    )
+    min_tokens: int | None = Field(default=None, description="An extension.")
     ignore_eos: bool | None = Field(default=None, description="An extension.")
     stop_token_ids: list[int] | None = Field(default=None, description="An extension.")
     cache_salt: Salt | None = Field(
@@ -189,13 +227,19 @@ class GenerationRequest(_Body):
         """Whether a stream ends with a chunk of token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are reported with each one; None for no report."""
+        raise NotImplementedError
+
     def _token_limit(self) -> int | None:
         raise NotImplementedError
 
     def sampling_params(self) -> list[SamplingParams]:
         """One per choice; a seed s becomes s, s + 1, …. Raises InvalidRequest, naming the field."""
-        names = ("temperature", "top_p", "top_k", "min_p", "ignore_eos")
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        given = {
+            name: value for name in _TAKEN_AS_GIVEN if (value := getattr(self, name)) is not None
+        }
         seeds = [None if self.seed is None else self.seed + i for i in range(self.num_choices)]
         return [
             SamplingParams(
@@ -203,6 +247,7 @@ class GenerationRequest(_Body):
                 seed=seed,
                 stop=self.stop,
                 stop_token_ids=tuple(self.stop_token_ids or ()),
+                logprobs=self.num_logprobs,
                 **given,
             )
             for seed in seeds
@@ -214,12 +259,7 @@ class GenerationRequest(_Body):
 
 
 _NEUTRAL = {
-    "frequency_penalty": (None, 0, 0.0),
-    "presence_penalty": (None, 0, 0.0),
-    "repetition_penalty": (None, 1, 1.0),
     "length_penalty": (None, 1, 1.0),
-    "logit_bias": (None, {}),
-    "min_tokens": (None, 0),
     "prompt_logprobs": (None,),
     "use_beam_search": (None, False),
     "skip_special_tokens": (None, True),
@@ -234,12 +274,12 @@ class CompletionRequest(GenerationRequest):
     neutral = _NEUTRAL | {
         "best_of": (None, 1),
         "echo": (None, False),
-        "logprobs": (None, False),
         "suffix": (None, ""),
         "add_special_tokens": (None, True),
     }
 
     prompt: Prompts
+    logprobs: int | None = None
 
     @model_validator(mode="after")
     def _not_too_many(self) -> CompletionRequest:
@@ -247,6 +287,11 @@ class CompletionRequest(GenerationRequest):
             asked = f"{len(self.prompt)} prompts of {self.num_choices} choices each"
             raise _fail(f"{asked} are more than {MAX_CHOICES} choices at once", param="prompt")
         return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are reported with each one; None for no report."""
+        return self.logprobs
 
     def _token_limit(self) -> int | None:
         return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
@@ -279,8 +324,6 @@ class ChatRequest(GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
     neutral = _NEUTRAL | {
-        "logprobs": (None, False),
-        "top_logprobs": (None, 0),
         "response_format": (None, {"type": "text"}),
         "tools": (None, []),
         "tool_choice": (None, "none", "auto"),
@@ -305,6 +348,14 @@ class ChatRequest(GenerationRequest):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    @model_validator(mode="after")
+    def _top_logprobs_only_with_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise _fail("`top_logprobs` is only for `logprobs`: true", param="top_logprobs")
+        return self
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatRequest:
@@ -313,6 +364,11 @@ class ChatRequest(GenerationRequest):
             message = "`max_tokens` and `max_completion_tokens` say different things; give one"
             raise _fail(message, param="max_completion_tokens")
         return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are reported with each one; None for no report."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     def _token_limit(self) -> int | None:
         if self.max_completion_tokens is None:
@@ -323,4 +379,4 @@ class ChatRequest(GenerationRequest):
         """The field of this body that the engine's `param` came from."""
         if param == "max_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
-        return "messages" if param == "prompt" else param
+        return {"prompt": "messages", "logprobs": "top_logprobs"}.get(param, param)

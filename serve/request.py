@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .adapters import Adapter
-from .outputs import FinishReason, RequestOutput
+from .outputs import FinishReason, Logprobs, RequestOutput
 from .sampling_params import SamplingParams
 from .stops import TextStream
 
@@ -54,6 +54,7 @@ class Request:
     finish_reason: FinishReason | None = None
     _new_text: list[str] = field(default_factory=list)
     _new_tokens: list[int] = field(default_factory=list)
+    _new_logprobs: list[Logprobs] = field(default_factory=list)
 
     @property
     def num_generated(self) -> int:
@@ -65,15 +66,18 @@ class Request:
         """Whether more than the newest token waits to be computed."""
         return self.num_computed < self.num_tokens - 1 or self.num_generated == 0
 
-    def add_token(self, token_id: int) -> None:
+    def add_token(self, token_id: int, logprobs: Logprobs | None = None) -> None:
         """Take a sampled token and decide whether it is the last."""
         self.tokens[self.num_tokens] = token_id
         self.num_tokens += 1
         self._new_tokens.append(token_id)
+        if logprobs is not None:
+            self._new_logprobs.append(logprobs)
         if token_id in self.stop_ids:
             self.end("stop")
             return
-        text, stopped = self.text.add(token_id)
+        take = self.text.add if self.num_generated > self.params.min_tokens else self.text.skip
+        text, stopped = take(token_id)
         self._new_text.append(text)
         if stopped:
             self.finish_reason = "stop"
@@ -96,7 +100,9 @@ class Request:
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens or 0,
             num_generated_tokens=self.num_generated,
+            logprobs=None if self.params.logprobs is None else tuple(self._new_logprobs),
         )
         self._new_text.clear()
         self._new_tokens.clear()
+        self._new_logprobs.clear()
         return output

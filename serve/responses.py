@@ -12,12 +12,18 @@ from typing import Any
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from ..models import Tokenizer
 from .errors import engine_error
+from .logprob_bodies import ChatLogprobs, CompletionLogprobs
 from .output_stream import EngineFailed, OutputStream
 from .outputs import RequestOutput
 
 # OpenAI knows no "cancelled"; vLLM calls it "abort".
 _FINISH_REASONS = {None: None, "stop": "stop", "length": "length", "cancelled": "abort"}
+
+
+Body = dict[str, Any] | None
+Reason = str | None
 
 
 class CompletionFormat:
@@ -26,23 +32,24 @@ class CompletionFormat:
     id_prefix = "cmpl-"
     whole = "text_completion"
     chunk = "text_completion"
+    logprobs = CompletionLogprobs
 
-    def choice(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+    def choice(self, index: int, text: str, logprobs: Body, finish_reason: Reason) -> Body:
         """A whole choice."""
         return {
             "index": index,
             "text": text,
-            "logprobs": None,
+            "logprobs": logprobs,
             "finish_reason": _FINISH_REASONS[finish_reason],
         }
 
-    def opening(self, index: int) -> dict[str, Any] | None:
+    def opening(self, index: int) -> Body:
         """What a stream says first of a choice."""
         return None
 
-    def delta(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+    def delta(self, index: int, text: str, logprobs: Body, finish_reason: Reason) -> Body:
         """A piece of a choice in a stream."""
-        return self.choice(index, text, finish_reason)
+        return self.choice(index, text, logprobs, finish_reason)
 
 
 class ChatFormat:
@@ -51,29 +58,30 @@ class ChatFormat:
     id_prefix = "chatcmpl-"
     whole = "chat.completion"
     chunk = "chat.completion.chunk"
+    logprobs = ChatLogprobs
 
-    def choice(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+    def choice(self, index: int, text: str, logprobs: Body, finish_reason: Reason) -> Body:
         """A whole choice."""
         return {
             "index": index,
             "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": None,
+            "logprobs": logprobs,
             "finish_reason": _FINISH_REASONS[finish_reason],
         }
 
-    def opening(self, index: int) -> dict[str, Any] | None:
+    def opening(self, index: int) -> Body:
         """What a stream says first of a choice: who speaks."""
-        return self._piece(index, {"role": "assistant", "content": ""}, None)
+        return self._piece(index, {"role": "assistant", "content": ""}, None, None)
 
-    def delta(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+    def delta(self, index: int, text: str, logprobs: Body, finish_reason: Reason) -> Body:
         """A piece of a choice in a stream."""
-        return self._piece(index, {"content": text} if text else {}, finish_reason)
+        return self._piece(index, {"content": text} if text else {}, logprobs, finish_reason)
 
-    def _piece(self, index: int, delta: dict[str, str], reason: str | None) -> dict[str, Any]:
+    def _piece(self, index: int, delta: dict[str, str], logprobs: Body, reason: Reason) -> Body:
         return {
             "index": index,
             "delta": delta,
-            "logprobs": None,
+            "logprobs": logprobs,
             "finish_reason": _FINISH_REASONS[reason],
         }
 
@@ -85,6 +93,8 @@ class Answer:
         form: which of the two APIs is spoken.
         model: the name the client asked for.
         stream: the outputs; request `p * num_choices + c` is choice c of prompt p.
+        tokenizer: shows the tokens that logprobs speak of.
+        num_logprobs: likeliest tokens to show with each token; None shows no logprobs.
         num_choices: choices per prompt.
         include_usage: whether a stream ends with token counts.
     """
@@ -95,6 +105,8 @@ class Answer:
         *,
         model: str,
         stream: OutputStream,
+        tokenizer: Tokenizer,
+        num_logprobs: int | None,
         num_choices: int,
         include_usage: bool,
     ) -> None:
@@ -104,6 +116,9 @@ class Answer:
         self._include_usage = include_usage
         self._index = {request_id: i for i, request_id in enumerate(stream.request_ids)}
         self._last: list[RequestOutput | None] = [None] * len(stream.request_ids)
+        self._logprobs = None
+        if num_logprobs is not None:
+            self._logprobs = [form.logprobs(tokenizer, num_logprobs) for _ in self._last]
         self._head = {
             "id": form.id_prefix + uuid.uuid4().hex,
             "created": int(time.time()),
@@ -112,15 +127,15 @@ class Answer:
 
     async def whole(self) -> dict[str, Any]:
         """The body of an answer that is not streamed. Raises EngineFailed."""
-        texts: list[list[str]] = [[] for _ in self._last]
+        parts: list[list[RequestOutput]] = [[] for _ in self._last]
         with contextlib.closing(self._stream):
             async for output in self._stream:
-                texts[self._note(output)].append(output.text)
-        choices = [
-            self._form.choice(i, "".join(texts[i]), last.finish_reason)
-            for i, last in enumerate(self._last)
-            if last is not None
-        ]
+                parts[self._note(output)].append(output)
+        choices = []
+        for i, outputs in enumerate(parts):
+            text = "".join([output.text for output in outputs])
+            logprobs = self._shown_logprobs(i, outputs)
+            choices.append(self._form.choice(i, text, logprobs, outputs[-1].finish_reason))
         body = {**self._head, "object": self._form.whole, "choices": choices}
         return body | {"usage": self._usage()}
 
@@ -141,18 +156,26 @@ class Answer:
             yield self._event([], usage=self._usage())
         yield "data: [DONE]\n\n"
 
-    def _deltas(self, output: RequestOutput) -> list[dict[str, Any]]:
+    def _deltas(self, output: RequestOutput) -> list[Body]:
         index = self._index[output.request_id]
         is_first = self._last[index] is None
         self._note(output)
         opening = self._form.opening(index) if is_first else None
-        deltas = [] if opening is None else [opening]
+        deltas: list[Body] = [] if opening is None else [opening]
+        logprobs = self._shown_logprobs(index, [output])
         # Half a character, or what may yet become a stop string, is no text: nothing to say.
-        if output.text or output.finished:
-            deltas.append(self._form.delta(index, output.text, output.finish_reason))
+        if output.text or output.finished or logprobs is not None:
+            deltas.append(self._form.delta(index, output.text, logprobs, output.finish_reason))
         return deltas
 
-    def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> str:
+    def _shown_logprobs(self, index: int, outputs: Sequence[RequestOutput]) -> Body:
+        if self._logprobs is None:
+            return None
+        token_ids = [token for output in outputs for token in output.token_ids]
+        logprobs = [entry for output in outputs for entry in output.logprobs or ()]
+        return self._logprobs[index].body(token_ids, logprobs)
+
+    def _event(self, choices: list[Body], usage: dict[str, Any] | None = None) -> str:
         body = {**self._head, "object": self._form.chunk, "choices": choices}
         if self._include_usage:
             body["usage"] = usage

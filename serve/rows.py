@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .programs import NUM_STOP_IDS, DecodeRows, PackedRows
+from .programs import DecodeRows, PackedRows
 from .request import Request
-from .sampling import SamplingRows
 
 
 def seat_of(request: Request) -> int:
@@ -28,52 +27,26 @@ def packed_rows(
     """The next `count` tokens of each (request, count): `int32[num_tokens]` and their rows."""
     tokens = np.zeros(num_tokens, np.int32)
     seat, context_len, query_len, adapter = np.zeros((4, num_rows), np.int32)
+    draws = np.zeros(num_rows, np.bool_)
     at = 0
     for i, (request, count) in enumerate(work):
         begin = request.num_computed
         tokens[at : at + count] = request.tokens[begin : begin + count]
         seat[i], query_len[i], context_len[i] = seat_of(request), count, begin + count
         adapter[i] = adapter_slot(request)
+        draws[i] = begin + count == request.num_tokens
         at += count
     return tokens, PackedRows(
-        seat=seat, context_len=context_len, query_len=query_len, adapter=adapter
+        seat=seat, context_len=context_len, query_len=query_len, adapter=adapter, draws=draws
     )
 
 
 def decode_rows(requests: Sequence[Request], num_rows: int, num_steps: int) -> DecodeRows:
     """The rows of up to `num_steps` decode steps."""
     seat, token, context_len, limit, adapter = np.zeros((5, num_rows), np.int32)
-    stop_ids = np.full((num_rows, NUM_STOP_IDS), -1, np.int32)
     for i, request in enumerate(requests):
         seat[i], context_len[i] = seat_of(request), request.num_computed
         token[i] = request.tokens[request.num_tokens - 1]
         adapter[i] = adapter_slot(request)
         limit[i] = min(num_steps, request.max_tokens - request.num_generated)
-        # Those that do not fit are left to the host, which checks them all.
-        some = list(request.stop_ids)[:NUM_STOP_IDS]
-        stop_ids[i, : len(some)] = some
-    return DecodeRows(
-        seat=seat,
-        token=token,
-        context_len=context_len,
-        limit=limit,
-        stop_ids=stop_ids,
-        adapter=adapter,
-    )
-
-
-def sampling_rows(requests: Sequence[Request], num_rows: int) -> SamplingRows:
-    """How each request samples its next token."""
-    temperature, top_p, min_p = np.zeros((3, num_rows), np.float32)
-    top_k, index = np.zeros((2, num_rows), np.int32)
-    seed = np.zeros(num_rows, np.uint32)
-    top_p[:] = 1
-    for i, request in enumerate(requests):
-        params = request.params
-        # Below these float32 overflows or rounds to 0; what they ask for is the likeliest token.
-        temperature[i] = params.temperature if params.temperature >= 1e-5 else 0.0
-        top_p[i], min_p[i] = max(params.top_p, 1e-6), params.min_p
-        top_k[i], seed[i], index[i] = params.top_k, request.seed, request.num_generated
-    return SamplingRows(
-        temperature=temperature, top_p=top_p, min_p=min_p, top_k=top_k, seed=seed, index=index
-    )
+    return DecodeRows(seat=seat, token=token, context_len=context_len, limit=limit, adapter=adapter)

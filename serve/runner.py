@@ -23,9 +23,10 @@ from .config import EngineConfig
 from .layout import CacheLayout
 from .prefix_lens import PrefixLens
 from .program import Program
-from .programs import KVCache, ModelSteps, bucket_for, buckets
+from .programs import Drawn, KVCache, ModelSteps, bucket_for, buckets
 from .request import Request
-from .rows import decode_rows, packed_rows, sampling_rows, seat_of
+from .rows import decode_rows, packed_rows, seat_of
+from .seats import SeatParams, init_seats, no_params, params_of, take_seat
 
 _SMALLEST_STEP = 16
 _PROTECTED_FRACTION = 0.8  # of the pool, in `slru`
@@ -78,9 +79,12 @@ class ModelRunner:
         # What running requests can have together, whatever is pinned.
         self.num_unpinned_blocks = num_blocks - 1 - self._pin_budget()
         self._tables = paged.init_tables(config.max_num_seqs, self.layout.blocks_per_seq)
+        self._history, self._params = init_seats(
+            config.max_num_seqs, self.layout.blocks_per_seq * config.block_size
+        )
         most = -(-config.max_decode_steps // config.block_size) + 1
         grow = partial(paged.append, max_new_blocks=most)
-        self._admit = Program("admit", _admit, donate=(0, 1))
+        self._admit = Program("admit", _admit, donate=(0, 1, 2, 3))
         self._append = Program("append", grow, donate=(0, 1))
         self._publish = Program("publish", paged.publish, donate=(0, 1))
         self._release = Program("release", paged.release, donate=(0, 1))
@@ -152,7 +156,9 @@ class ModelRunner:
     def admit(self, request: Request, seat: int) -> int | None:
         """Give the request a table; returns the tokens found cached, or None if it does not fit."""
         args = self._admit_args(seat, request)
-        self._state, self._tables, admission = self._admit(1, self._state, self._tables, *args)
+        self._state, self._tables, self._history, self._params, admission = self._admit(
+            1, self._state, self._tables, *args
+        )
         if not bool(admission.ok):
             return None
         if int(admission.copies.target) != NULL_BLOCK:
@@ -224,27 +230,26 @@ class ModelRunner:
 
     # ---- model -----------------------------------------------------------------------------
 
-    def packed(self, work: Sequence[tuple[Request, int]]) -> np.ndarray:
-        """Compute the next `count` tokens of each (request, count); returns next tokens."""
+    def packed(self, work: Sequence[tuple[Request, int]]) -> Drawn:
+        """Compute the next `count` tokens of each (request, count); returns next tokens `[1, R]`.
+
+        What a request draws whose tokens are not all computed means nothing.
+        """
         size = bucket_for(sum(count for _, count in work), self._token_buckets)
         tokens, rows = packed_rows(work, size, self._num_rows(size))
-        sampling = sampling_rows([request for request, _ in work], self._num_rows(size))
-        next_tokens, self._kv_cache = self._steps.packed(
-            size, *self._step_args(), tokens, rows, sampling
+        drawn, self._kv_cache, self._history = self._steps.packed(
+            size, *self._step_args(), tokens, rows
         )
-        return np.asarray(next_tokens)[: len(work)]
+        return _fetch(drawn, [request for request, _ in work])
 
-    def decode(self, requests: Sequence[Request], num_steps: int) -> np.ndarray:
-        """Generate up to `num_steps` tokens per request; returns `[steps, len(requests)]`.
-
-        Entries past a request's end are -1.
-        """
+    def decode(self, requests: Sequence[Request], num_steps: int) -> Drawn:
+        """Generate up to `num_steps` tokens per request; returns them `[steps, R]`."""
         size = bucket_for(len(requests), self._row_buckets)
-        rows, sampling = decode_rows(requests, size, num_steps), sampling_rows(requests, size)
-        out, self._kv_cache = self._steps.decode(
-            size, *self._step_args(), rows, sampling, np.int32(num_steps)
+        rows = decode_rows(requests, size, num_steps)
+        drawn, self._kv_cache, self._history = self._steps.decode(
+            size, *self._step_args(), rows, np.int32(num_steps)
         )
-        return np.asarray(out)[:num_steps, : len(requests)]
+        return _fetch(drawn, requests)
 
     # ---- compilation -----------------------------------------------------------------------
 
@@ -297,19 +302,18 @@ class ModelRunner:
         return [(lens.program.name, partial(lens.compile, self._state.index))]
 
     def _compile_packed(self, size: int) -> None:
-        tokens, rows = packed_rows([], size, self._num_rows(size))
-        args = (tokens, rows, sampling_rows([], self._num_rows(size)))
+        args = packed_rows([], size, self._num_rows(size))
         self._steps.packed.compile(size, *self._step_args(), *args)
 
     def _compile_decode(self, size: int) -> None:
-        args = (decode_rows([], size, 0), sampling_rows([], size), np.int32(0))
+        args = decode_rows([], size, 0), np.int32(0)
         self._steps.decode.compile(size, *self._step_args(), *args)
 
     # ---- arguments -------------------------------------------------------------------------
 
     def _step_args(self) -> tuple[object, ...]:
         weights = [*self._steps.weights, *self.adapters.leaves]
-        return weights, self._kv_cache, self._tables.block_ids
+        return weights, self._kv_cache, self._history, self._tables.block_ids, self._params
 
     def _num_rows(self, num_tokens: int) -> int:
         return min(num_tokens, self._config.max_num_seqs)
@@ -322,8 +326,9 @@ class ModelRunner:
             num_tokens, namespace = request.num_tokens, request.namespace
             resumed = request.num_cached_tokens is not None
             padded.reshape(-1)[:num_tokens] = request.tokens[:num_tokens]
+        params = no_params() if request is None else params_of(request)
         numbers = np.int32(num_tokens), np.int32(namespace), np.bool_(resumed)
-        return np.int32(seat), padded, *numbers
+        return self._history, self._params, np.int32(seat), padded, *numbers, params
 
     def _no_filled_blocks(self) -> paged.FilledBlocks:
         seat, column, num_tokens, namespace = np.zeros((4, self._max_filled), np.int32)
@@ -336,13 +341,22 @@ class ModelRunner:
 def _admit(
     state: paged.CacheState,
     tables: paged.BlockTables,
+    history: jax.Array,
+    params: SeatParams,
     seat: jax.Array,
     tokens: jax.Array,
     num_tokens: jax.Array,
     namespace: jax.Array,
     resumed: jax.Array,
-) -> tuple[paged.CacheState, paged.BlockTables, paged.Admission]:
-    return paged.admit(state, tables, seat, tokens, num_tokens, namespace, resumed=resumed)
+    own_params: SeatParams,
+) -> tuple[paged.CacheState, paged.BlockTables, jax.Array, SeatParams, paged.Admission]:
+    # Also if there is no room: then nobody has the seat.
+    history = history.at[seat].set(tokens.reshape(-1))
+    params = take_seat(params, seat, own_params)
+    state, tables, admission = paged.admit(
+        state, tables, seat, tokens, num_tokens, namespace, resumed=resumed
+    )
+    return state, tables, history, params, admission
 
 
 def _copy_block(kv_cache: KVCache, copies: paged.BlockCopies) -> KVCache:
@@ -371,3 +385,10 @@ def _shape(model: LlamaConfig) -> ModelShape:
         num_kv_heads=model.num_kv_heads,
         head_size=model.head_size,
     )
+
+
+def _fetch(drawn: Drawn, requests: Sequence[Request]) -> Drawn:
+    """What was drawn, on the host; logprobs come along only if one of the requests wants them."""
+    if all(request.params.logprobs is None for request in requests):
+        return replace(drawn, tokens=np.asarray(drawn.tokens))
+    return jax.device_get(drawn)

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+MAX_LOGPROBS = 20
+# OpenAI's limit for `logit_bias`, and room for the stop tokens that `min_tokens` bans.
+MAX_LOGIT_BIAS = 300
+MAX_LOGIT_EDITS = 512
 
 
 class InvalidRequest(ValueError):
@@ -31,11 +37,19 @@ class SamplingParams:
         top_k: sample among the k likeliest tokens (ties included); 0 means all.
         top_p: sample among the likeliest tokens that hold this probability together.
         min_p: drop tokens below this fraction of the likeliest one's probability.
+        repetition_penalty: divides positive logits of tokens of prompt and text, and multiplies
+            negative ones; 1 does nothing.
+        presence_penalty: subtracted from the logits of tokens that the text holds.
+        frequency_penalty: subtracted as many times as the text holds the token.
+        logit_bias: added to the logits of these tokens, before the penalties; at most 300.
         seed: makes the text repeatable, whatever runs beside it; None draws one.
         stop: strings that end the text, which leaves them out.
         stop_token_ids: tokens that end the text.
         ignore_eos: go on past the model's end-of-sequence tokens.
         timeout_s: end the text, as it stands, so many seconds after the request came.
+        min_tokens: until so many tokens are there none ends the text, and no stop string does.
+        logprobs: report how likely each token was, and this many of the likeliest (0 to 20), by
+            the model's own distribution; None reports nothing.
 
     Raises:
         InvalidRequest: a value is out of range.
@@ -46,17 +60,23 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     timeout_s: float | None = None
+    min_tokens: int = 0
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         def check(param: str, valid: bool, expected: str) -> None:
             if not valid:
                 value = getattr(self, param)
-                raise InvalidRequest(f"{param}={value!r} must be {expected}", param=param)
+                raise InvalidRequest(f"{param}={value!r:.80} must be {expected}", param=param)
 
         def number(value: object) -> bool:
             return isinstance(value, int | float) and not isinstance(value, bool)
@@ -91,6 +111,26 @@ class SamplingParams:
             "a number of seconds above 0",
         )
         check(
+            "repetition_penalty",
+            number(self.repetition_penalty) and 0.01 <= self.repetition_penalty <= 100,
+            "a number between 0.01 and 100",
+        )
+        for penalty in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, penalty)
+            check(penalty, number(value) and -2 <= value <= 2, "a number between -2 and 2")
+        bias = self.logit_bias
+        check(
+            "logit_bias",
+            bias is None
+            or (
+                isinstance(bias, Mapping)
+                and len(bias) <= MAX_LOGIT_BIAS
+                and all(integer(token) and token >= 0 for token in bias)
+                and all(number(value) and -100 <= value <= 100 for value in bias.values())
+            ),
+            f"at most {MAX_LOGIT_BIAS} token ids with numbers between -100 and 100",
+        )
+        check(
             "seed",
             self.seed is None or (integer(self.seed) and -_MAX_SEED <= self.seed < _MAX_SEED),
             "a 64-bit integer",
@@ -107,4 +147,17 @@ class SamplingParams:
             isinstance(self.stop_token_ids, tuple)
             and all(integer(t) and t >= 0 for t in self.stop_token_ids),
             "token ids of at least 0",
+        )
+        check(
+            "min_tokens",
+            integer(self.min_tokens)
+            and 0 <= self.min_tokens < 1 << 31
+            and (self.max_tokens is None or self.min_tokens <= self.max_tokens),
+            "an integer of at least 0 and at most max_tokens",
+        )
+        check(
+            "logprobs",
+            self.logprobs is None
+            or (integer(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
+            f"an integer between 0 and {MAX_LOGPROBS}",
         )

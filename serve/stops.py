@@ -24,6 +24,11 @@ class TextStream:
         self._held += self._detokenizer.add([token_id])
         return self._release(final=False)
 
+    def skip(self, token_id: int) -> tuple[str, bool]:
+        """Take a token as `add` does, but look for no stop string in it or before it."""
+        text, self._held = self._held + self._detokenizer.add([token_id]), ""
+        return text, False
+
     def flush(self) -> tuple[str, bool]:
         """Take the end of the sequence; returns as `add` does, with all that was held back."""
         self._held += self._detokenizer.flush()

@@ -329,3 +329,5 @@ def test_a_sentencepiece_decoder_streams_its_spaces_and_fallback_bytes(text):
     ids = tokenizer.encode(text)
     stream = tokenizer.detokenizer()
     assert "".join(stream.add([i]) for i in ids) + stream.flush() == tokenizer.decode(ids)
+    spelled = b"".join(tokenizer.token_bytes(i) for i in ids).decode()
+    assert spelled.removeprefix(" ") == tokenizer.decode(ids)

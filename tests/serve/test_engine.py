@@ -353,6 +353,19 @@ BAD_PARAMS = [
     ("stop", ("",)),
     ("stop", "text"),
     ("stop_token_ids", (-1,)),
+    ("repetition_penalty", 0.0),
+    ("repetition_penalty", float("inf")),
+    ("presence_penalty", 2.1),
+    ("frequency_penalty", float("nan")),
+    ("logit_bias", {-1: 1.0}),
+    ("logit_bias", {1: 101}),
+    ("logit_bias", {1.0: 1}),
+    ("logit_bias", [1]),
+    ("logit_bias", dict.fromkeys(range(301), 1.0)),
+    ("min_tokens", -1),
+    ("logprobs", -1),
+    ("logprobs", 21),
+    ("logprobs", True),
 ]
 
 

@@ -149,6 +149,6 @@ def test_errors_arrive_as_the_clients_exceptions(client):
         completion(client, model="gpt-4")
     assert not_found.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as refused:
-        completion(client, presence_penalty=0.5)
-    assert refused.value.param == "presence_penalty"
-    assert "presence_penalty" in refused.value.message
+        completion(client, best_of=2)
+    assert refused.value.param == "best_of"
+    assert "best_of" in refused.value.message

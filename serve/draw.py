@@ -1,0 +1,43 @@
+"""From logits to each row's next token: edit, sample, report, remember."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from .logit_edits import edit_logits
+from .logprobs import TokenLogprobs, no_logprobs, token_logprobs
+from .sampling import sample
+from .seats import SeatParams, rows_of
+
+
+def draw(
+    logits: jax.Array,
+    history: jax.Array,
+    params: SeatParams,
+    seat: jax.Array,
+    num_tokens: jax.Array,
+    live: jax.Array,
+) -> tuple[jax.Array, TokenLogprobs, jax.Array]:
+    """Draw the token that follows each row's tokens, and append it to them.
+
+    Args:
+        logits: `float32[R, V]`.
+        history: `int32[S, W]` tokens by seat.
+        params: parameters by seat.
+        seat: `int32[R]`.
+        num_tokens: `int32[R]` tokens that each sequence has.
+        live: `bool[R]`; the other rows' tokens mean nothing and are not remembered.
+
+    Returns:
+        `(token int32[R], logprobs [R], history)`; logprobs are zeros unless a row wants them.
+    """
+    edited = edit_logits(logits, history, params, seat, num_tokens, live)
+    token = sample(edited, rows_of(params, seat, num_tokens, live))
+    logprobs = jax.lax.cond(
+        jnp.any(live & (params.num_logprobs[seat] >= 0)),
+        lambda: token_logprobs(logits, token),
+        lambda: no_logprobs(token.shape[0]),
+    )
+    place = jnp.where(live, seat, history.shape[0])
+    return token, logprobs, history.at[place, num_tokens].set(token, mode="drop")
