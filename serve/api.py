@@ -15,22 +15,29 @@ from fastapi.responses import JSONResponse
 from ..models.chat import ChatTemplateError
 from .async_engine import AsyncEngine
 from .body_limit import BodyLimit
+from .cache_api import install_cache_routes
 from .errors import ApiError, install_error_handlers, refusal
 from .output_stream import EngineFailed
-from .protocol import ChatRequest, CompletionRequest, GenerationRequest
+from .protocol import ChatRequest, CompletionRequest, GenerationRequest, Message
+from .refusals import EngineDraining
 from .responses import Answer, ChatFormat, CompletionFormat
 from .sampling_params import InvalidRequest
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "The request is at fault; `error.param` names the field."},
-    "503": {"description": "The engine has stopped; `error.message` says why."},
+    "503": {"description": "The engine has stopped or stops; `error.message` says why."},
 }
 
 
-def create_app(async_engine: AsyncEngine, *, model_name: str | None = None) -> FastAPI:
+def create_app(
+    async_engine: AsyncEngine, *, model_name: str | None = None, cache_control: bool = False
+) -> FastAPI:
     """The server's ASGI application around `async_engine`, which it closes when it shuts down.
 
-    `model_name` is what clients call the model; by default its own name.
+    Args:
+        async_engine: what answers.
+        model_name: what clients call the model; by default its own name.
+        cache_control: serve cache control too, to everybody who can reach the server.
     """
     server = _Server(async_engine, model_name or async_engine.loaded.name)
     app = FastAPI(title="octavo", version=version("octavo"), lifespan=server.lifespan)
@@ -43,6 +50,8 @@ def create_app(async_engine: AsyncEngine, *, model_name: str | None = None) -> F
     app.add_api_route("/v1/models/{model_id:path}", server.model, methods=["GET"])
     app.add_api_route("/health", server.health, methods=["GET"])
     app.add_api_route("/metrics", server.metrics, methods=["GET"])
+    if cache_control:
+        install_cache_routes(app, async_engine, server.chat_ids, _ERRORS)
     return app
 
 
@@ -81,6 +90,8 @@ class _Server:
         """200 while the engine takes requests, else 503 with the reason."""
         if self._engine.failure is not None:
             raise self._engine.failure
+        if self._engine.draining:
+            raise EngineDraining
         return {"status": "ok"}
 
     async def metrics(self, request: Request) -> Response:
@@ -96,21 +107,24 @@ class _Server:
         return Response(page, headers={"Content-Type": content_type})
 
     async def _answer_chat(self, body: ChatRequest) -> Response:
+        return await self._answer(ChatFormat(), body, [await self.chat_ids(body.messages)])
+
+    async def chat_ids(self, conversation: Sequence[Message]) -> list[int]:
+        """A conversation as the model's template writes it."""
         template, tokenizer = self._engine.loaded.chat_template, self._engine.loaded.tokenizer
         if template is None:
             message = "this model has no chat template; use /v1/completions"
             raise ApiError(400, message, param="messages", code="no_chat_template")
-        messages = [message.for_template() for message in body.messages]
+        messages = [message.for_template() for message in conversation]
 
         def prompt_ids() -> list[int]:
             # The template writes the special tokens itself.
             return tokenizer.encode(template.render(messages), add_special_tokens=False)
 
         try:
-            prompt = await asyncio.to_thread(prompt_ids)
+            return await asyncio.to_thread(prompt_ids)
         except ChatTemplateError as error:
             raise ApiError(400, str(error), param="messages", code="chat_template") from None
-        return await self._answer(ChatFormat(), body, [prompt])
 
     async def _answer(
         self,
@@ -120,7 +134,9 @@ class _Server:
     ) -> Response:
         try:
             requests = [(prompt, params) for prompt in prompts for params in body.sampling_params()]
-            stream = await self._engine.submit_all(requests, cache_salt=body.cache_salt or "")
+            stream = await self._engine.submit_all(
+                requests, cache_salt=body.cache_salt or "", priority=body.priority or 0
+            )
         except InvalidRequest as error:
             raise refusal(error, body.field_of(error.param)) from None
         answer = Answer(

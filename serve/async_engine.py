@@ -32,17 +32,25 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
+from ..models import LoadedModel
+from ..paged import PinBudgetExceeded
 from .engine import Engine
 from .metrics import ServerMetrics
 from .output_stream import EngineFailed, OutputStream
 from .outputs import EngineStats, RequestOutput
+from .refusals import QueueFull, RequestRefused
 from .sampling_params import InvalidRequest, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_DRAIN_POLL_S = 0.05
+# What callers have to expect, and no fault of the engine's.
+_REFUSALS = (InvalidRequest, RequestRefused, PinBudgetExceeded)
 
 
 @dataclass(kw_only=True)
@@ -71,7 +79,6 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine, *, metrics: ServerMetrics | None = None) -> None:
-        self.loaded = engine.loaded
         self.config = engine.config
         self.max_model_len = engine.max_model_len
         self.metrics = metrics
@@ -80,10 +87,20 @@ class AsyncEngine:
         # SimpleQueue because its `put` may be interrupted by itself: a stream dropped by the
         # garbage collector posts its cancellation from wherever the collector happened to run.
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        self._closing = False
+        self._closing = self._draining = False
         self._failure: EngineFailed | None = None
         self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
         self._thread.start()
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model, its tokenizer and its chat template."""
+        return self._engine.loaded
+
+    @property
+    def draining(self) -> bool:
+        """Whether it takes no new requests because it was told so."""
+        return self._draining
 
     @property
     def failure(self) -> EngineFailed | None:
@@ -91,21 +108,29 @@ class AsyncEngine:
         return self._failure
 
     async def submit(
-        self, prompt: str | Sequence[int], params: SamplingParams, *, cache_salt: str = ""
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        cache_salt: str = "",
+        priority: int = 0,
     ) -> OutputStream:
         """Submit one request; its outputs come from the stream.
 
         Raises:
             InvalidRequest: the engine refused the request; nothing has changed.
+            QueueFull: `max_waiting` requests wait; nothing has changed.
+            EngineDraining: the engine takes no new requests.
             EngineFailed: the engine has stopped.
         """
-        return await self.submit_all([(prompt, params)], cache_salt=cache_salt)
+        return await self.submit_all([(prompt, params)], cache_salt=cache_salt, priority=priority)
 
     async def submit_all(
         self,
         requests: Sequence[tuple[str | Sequence[int], SamplingParams]],
         *,
         cache_salt: str = "",
+        priority: int = 0,
     ) -> OutputStream:
         """Submit several requests at once, all or none; request i has id `stream.request_ids[i]`.
 
@@ -119,10 +144,18 @@ class AsyncEngine:
         request_ids = tuple(f"{stem}-{i}" for i in range(len(requests)))
 
         def add() -> None:
+            if self._engine.num_waiting >= self.config.max_waiting:
+                raise QueueFull(
+                    f"{self._engine.num_waiting} requests wait already; try again later"
+                )
             for request_id, prompt, (_, params) in zip(request_ids, prompts, requests, strict=True):
                 try:
                     self._engine.add_request(
-                        prompt, params, cache_salt=cache_salt, request_id=request_id
+                        prompt,
+                        params,
+                        cache_salt=cache_salt,
+                        priority=priority,
+                        request_id=request_id,
                     )
                 except BaseException:
                     self._cancel_now(request_ids)
@@ -152,7 +185,28 @@ class AsyncEngine:
 
     async def stats(self) -> EngineStats:
         """The engine's counters, read between two steps. Raises EngineFailed if it has stopped."""
-        return await asyncio.wrap_future(self._post(self._engine.stats))
+        return await self.run(lambda engine: engine.stats())
+
+    async def run(self, engine_fn: Callable[[Engine], T]) -> T:
+        """What a function of the engine returns, called between two steps; it may not step.
+
+        Raises:
+            EngineFailed: the engine has stopped.
+        """
+        return await asyncio.wrap_future(self._post(lambda: engine_fn(self._engine)))
+
+    async def drain(self, timeout_s: float, *, cancel_waiting: bool = False) -> bool:
+        """Take no new requests and wait for those that are here, at most so long.
+
+        Returns whether all have finished. Raises EngineFailed if the engine has stopped.
+        """
+        self._draining = True
+        begin_fn = partial(self._engine.begin_drain, cancel_waiting=cancel_waiting)
+        await asyncio.wrap_future(self._post(lambda: self._hand_out(begin_fn())))
+        until = time.monotonic() + timeout_s
+        while self._mailboxes and time.monotonic() < until:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        return not self._mailboxes
 
     def close(self) -> None:
         """Stop the thread; requests still running are cancelled and get `EngineFailed`."""
@@ -226,7 +280,7 @@ class AsyncEngine:
             return
         try:
             command.future.set_result(command.run_fn())
-        except InvalidRequest as error:
+        except _REFUSALS as error:
             command.future.set_exception(error)
         except Exception as error:
             logger.exception("an engine command failed")

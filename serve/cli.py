@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import inspect
 import logging
@@ -15,6 +14,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 import uvicorn
+from fastapi import FastAPI
 
 from ..models.chat import ChatTemplateError
 from ..models.loading import LoadedModel, load_model
@@ -30,13 +30,13 @@ from .console import (
     progress_bar,
     quiet_interrupt,
 )
+from .draining_server import DrainingServer
 from .engine import Engine
 from .metrics import ServerMetrics
 from .replay_cli import replay
 from .sampling_params import InvalidRequest, SamplingParams
 
-_SECONDS_TO_FINISH = 5  # what requests in flight get when the server is told to stop,
-_SECONDS_TO_END = 15  # and what they get, beyond that, to hear that it has stopped
+_SECONDS_TO_END = 15  # what requests get, beyond the time to finish, to hear of the end
 
 app = typer.Typer(
     name="octavo",
@@ -115,6 +115,16 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="What clients call the model; by default its own name.")
     ] = None,
+    shutdown_timeout: Annotated[
+        float, typer.Option(help="Seconds that requests get to finish on SIGTERM.", min=0)
+    ] = 10,
+    cache_control: Annotated[
+        bool,
+        typer.Option(
+            "--cache-control",
+            help="Let clients explain, pin and reset the cache; they see what others have cached.",
+        ),
+    ] = False,
     **options: Any,
 ) -> None:
     """Serve MODEL over HTTP in the form of OpenAI's API."""
@@ -124,27 +134,36 @@ def serve(
         with quiet_interrupt(), progress_bar() as progress:
             engine = _engine(model, config, progress)
             engine.warmup(progress)
-        _run_server(engine, listener, served_model_name or engine.loaded.name)
+        name = served_model_name or engine.loaded.name
+        with AsyncEngine(engine, metrics=ServerMetrics(name)) as async_engine:
+            app = create_app(async_engine, model_name=name, cache_control=cache_control)
+            _run_server(app, async_engine, listener, name, shutdown_timeout)
 
 
-def _run_server(engine: Engine, listener: socket.socket, name: str) -> None:
-    with AsyncEngine(engine, metrics=ServerMetrics(name)) as async_engine:
-        server = _Server(
-            uvicorn.Config(
-                create_app(async_engine, model_name=name),
-                log_level="warning",
-                access_log=False,
-                timeout_graceful_shutdown=_SECONDS_TO_FINISH + _SECONDS_TO_END,
-            ),
-            async_engine=async_engine,
-            announcement=f"serving {name} at {_url(listener)}/v1 (Ctrl-C stops it)",
-        )
-        try:
-            server.run(sockets=[listener])
-        except OSError as error:
-            give_up(f"cannot listen on {_url(listener)}: {error.strerror or error}", RUN_ERROR)
-        except KeyboardInterrupt:
-            pass  # uvicorn repeats the signal after it has shut down
+def _run_server(
+    app: FastAPI,
+    async_engine: AsyncEngine,
+    listener: socket.socket,
+    name: str,
+    shutdown_timeout: float,
+) -> None:
+    server = DrainingServer(
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=_SECONDS_TO_END,
+        ),
+        async_engine=async_engine,
+        shutdown_timeout=shutdown_timeout,
+        announcement=f"serving {name} at {_url(listener)}/v1 (Ctrl-C stops it)",
+    )
+    try:
+        server.run(sockets=[listener])
+    except OSError as error:
+        give_up(f"cannot listen on {_url(listener)}: {error.strerror or error}", RUN_ERROR)
+    except KeyboardInterrupt:
+        pass  # uvicorn repeats the signal after it has shut down
 
 
 @app.command()
@@ -268,27 +287,3 @@ def _bind(host: str, port: int) -> socket.socket:
 def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-class _Server(uvicorn.Server):
-    def __init__(
-        self, config: uvicorn.Config, *, async_engine: AsyncEngine, announcement: str
-    ) -> None:
-        super().__init__(config)
-        self._async_engine = async_engine
-        self._announcement = announcement
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, and say so once connections are taken."""
-        await super().startup(sockets=sockets)
-        if self.started:
-            err.print(self._announcement, markup=False, soft_wrap=True)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let requests in flight finish for a while; then end them with an error that says why."""
-        loop = asyncio.get_running_loop()
-        ending = loop.call_later(
-            _SECONDS_TO_FINISH, loop.run_in_executor, None, self._async_engine.close
-        )
-        await super().shutdown(sockets=sockets)
-        ending.cancel()

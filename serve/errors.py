@@ -13,11 +13,15 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from .output_stream import EngineFailed
+from .refusals import QueueFull, RequestRefused
 from .sampling_params import InvalidRequest
 
 logger = logging.getLogger(__name__)
 
 _CODES = {404: "unknown_url", 405: "method_not_allowed", 413: "body_too_large"}
+# Codes after which a client may try again, and when.
+_TRY_AGAIN = ("queue_full", "draining")
+_RETRY_SECONDS = 1
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 80
@@ -39,6 +43,7 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """The JSON body, OpenAI's `{"error": {"message", "type", "param", "code"}}`."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
         return {
             "error": {
                 "message": self.message,
@@ -52,6 +57,13 @@ class ApiError(Exception):
 def engine_error(error: EngineFailed) -> ApiError:
     """503: the engine has stopped, and its message says why."""
     return ApiError(503, str(error), code="engine_failed")
+
+
+def refused(error: RequestRefused) -> ApiError:
+    """429 or 503: a request that may be sent again, to this server or to another."""
+    if isinstance(error, QueueFull):
+        return ApiError(429, str(error), code="queue_full")
+    return ApiError(503, "the server is shutting down", code="draining")
 
 
 def refusal(error: InvalidRequest, param: str) -> ApiError:
@@ -91,7 +103,9 @@ def validation_error(errors: list[Mapping[str, Any]]) -> ApiError:
 
 def error_response(error: ApiError) -> JSONResponse:
     """The response for `error`; a refused body also closes the connection it is still coming on."""
-    headers = {"Connection": "close"} if error.status == 413 else None
+    headers = {"Connection": "close"} if error.status == 413 else {}
+    if error.code in _TRY_AGAIN:
+        headers["Retry-After"] = str(_RETRY_SECONDS)
     return JSONResponse(error.body(), status_code=error.status, headers=headers)
 
 
@@ -105,6 +119,10 @@ def install_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(EngineFailed)
     async def on_engine_failed(request: Request, error: EngineFailed) -> JSONResponse:
         return error_response(engine_error(error))
+
+    @app.exception_handler(RequestRefused)
+    async def on_refused(request: Request, error: RequestRefused) -> JSONResponse:
+        return error_response(refused(error))
 
     @app.exception_handler(RequestValidationError)
     async def on_validation_error(request: Request, error: RequestValidationError) -> JSONResponse:

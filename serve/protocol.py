@@ -22,7 +22,7 @@ MAX_STOP_STRINGS = 16
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; a chat answers up to the context length
 
 
-def _fail(
+def fail(
     message: str, *, param: str | None = None, code: LiteralString = "invalid_value"
 ) -> PydanticCustomError:
     """An error about the value being read or, with `param`, about that field of the object."""
@@ -31,13 +31,13 @@ def _fail(
 
 def _check_text(text: Any) -> str:
     if not isinstance(text, str):
-        raise _fail(f"expected a string, not {_kind(text)}")
+        raise fail(f"expected a string, not {_kind(text)}")
     if "\0" in text:
-        raise _fail("the text holds a NUL character; if it is meant, send token ids")
+        raise fail("the text holds a NUL character; if it is meant, send token ids")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise _fail(f"the text holds half of a surrogate pair at {error.start}") from None
+        raise fail(f"the text holds half of a surrogate pair at {error.start}") from None
     return text
 
 
@@ -52,19 +52,19 @@ def _check_prompts(value: Any) -> Sequence[str | list[int]]:
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list) or not value:
-        raise _fail("expected a string, token ids, or a non-empty array of either")
+        raise fail("expected a string, token ids, or a non-empty array of either")
     if all(type(token) is int for token in value):
         return [value]
     if all(isinstance(prompt, str) for prompt in value):
         prompts = [_check_text(prompt) for prompt in value]
     elif all(isinstance(prompt, list) for prompt in value):
         if not all(type(token) is int for prompt in value for token in prompt):
-            raise _fail("token ids must be integers")
+            raise fail("token ids must be integers")
         prompts = value
     else:
-        raise _fail("expected only strings, only integers, or only arrays of integers")
+        raise fail("expected only strings, only integers, or only arrays of integers")
     if not all(prompts):
-        raise _fail("a prompt is empty; the model needs at least one token")
+        raise fail("a prompt is empty; the model needs at least one token")
     return prompts
 
 
@@ -73,14 +73,14 @@ def _check_content(value: Any) -> str:
     if not isinstance(value, list):
         return _check_text(value)
     if not value:
-        raise _fail("expected a string or a non-empty array of text parts")
+        raise fail("expected a string or a non-empty array of text parts")
     texts = []
     for part in value:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
-            raise _fail(f"only parts of type 'text' are supported, not {kind!r:.40}")
+            raise fail(f"only parts of type 'text' are supported, not {kind!r:.40}")
         if extra := sorted(part.keys() - {"type", "text"}):
-            raise _fail(f"a text part has no field {extra[0]!r:.40}")
+            raise fail(f"a text part has no field {extra[0]!r:.40}")
         texts.append(_check_text(part.get("text")))
     return "\n".join(texts)
 
@@ -89,27 +89,27 @@ def _check_stop(value: Any) -> tuple[str, ...]:
     stop = [value] if isinstance(value, str) else value
     stop = [] if stop is None else stop
     if not isinstance(stop, list) or len(stop) > MAX_STOP_STRINGS:
-        raise _fail(f"expected a string or an array of at most {MAX_STOP_STRINGS} strings")
+        raise fail(f"expected a string or an array of at most {MAX_STOP_STRINGS} strings")
     if not all(stop):
-        raise _fail("a stop string is empty")
+        raise fail("a stop string is empty")
     return tuple(_check_text(text) for text in stop)
 
 
 def _check_bias(value: Any) -> dict[int, Any] | None:
     """OpenAI's `logit_bias`: token ids, which JSON writes as strings, and numbers."""
     if value is not None and not isinstance(value, dict):
-        raise _fail(f"expected an object of token ids and numbers, not {_kind(value)}")
+        raise fail(f"expected an object of token ids and numbers, not {_kind(value)}")
     biases = {}
     for token, bias in (value or {}).items():
         if not token.isascii() or not token.isdecimal() or str(int(token[:20])) != token:
-            raise _fail(f"{token!r:.40} is not a token id")
+            raise fail(f"{token!r:.40} is not a token id")
         biases[int(token)] = bias
     return biases or None
 
 
 def _check_salt(value: str) -> str:
     if not value:
-        raise _fail("the salt is empty; leave it out to share the cache with everybody")
+        raise fail("the salt is empty; leave it out to share the cache with everybody")
     return value
 
 
@@ -134,7 +134,7 @@ NumChoices = Annotated[int, Field(ge=1, le=MAX_CHOICES_PER_PROMPT)]
 Salt = Annotated[Text, AfterValidator(_check_salt)]
 
 
-class _Body(BaseModel):
+class StrictBody(BaseModel):
     """A JSON object whose unsupported fields are dropped if neutral, and else refused."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
@@ -150,7 +150,7 @@ class _Body(BaseModel):
         if unsupported := cls.neutral.keys() & asking.keys():
             name = min(unsupported)
             message = f"`{name}` is not supported by this server; leave it out"
-            raise _fail(message, param=name, code="unsupported_parameter")
+            raise fail(message, param=name, code="unsupported_parameter")
         return asking
 
     @classmethod
@@ -160,7 +160,7 @@ class _Body(BaseModel):
         return any(type(value) is type(same) and value == same for same in values)
 
 
-class StreamOptions(_Body):
+class StreamOptions(StrictBody):
     """OpenAI's `stream_options`."""
 
     neutral = {"include_obfuscation": (None, False), "continuous_usage_stats": (None, False)}
@@ -180,10 +180,11 @@ _TAKEN_AS_GIVEN = (
     "logit_bias",
     "min_tokens",
     "ignore_eos",
+    "timeout_s",
 )
 
 
-class GenerationRequest(_Body):
+class GenerationRequest(StrictBody):
     """The fields that completions and chat have in common."""
 
     model: Text
@@ -207,6 +208,12 @@ class GenerationRequest(_Body):
     min_tokens: int | None = Field(default=None, description="An extension.")
     ignore_eos: bool | None = Field(default=None, description="An extension.")
     stop_token_ids: list[int] | None = Field(default=None, description="An extension.")
+    priority: int | None = Field(
+        default=None, description="An extension: lower values first, if the server is set so."
+    )
+    timeout_s: float | None = Field(
+        default=None, description="An extension: seconds after which the text ends as it stands."
+    )
     cache_salt: Salt | None = Field(
         default=None, description="An extension: only equal salts share cached prefixes."
     )
@@ -214,7 +221,7 @@ class GenerationRequest(_Body):
     @model_validator(mode="after")
     def _usage_only_in_a_stream(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
-            raise _fail("`stream_options` is only for `stream`: true", param="stream_options")
+            raise fail("`stream_options` is only for `stream`: true", param="stream_options")
         return self
 
     @property
@@ -264,7 +271,6 @@ _NEUTRAL = {
     "use_beam_search": (None, False),
     "skip_special_tokens": (None, True),
     "include_stop_str_in_output": (None, False),
-    "priority": (None, 0),
 }
 
 
@@ -285,7 +291,7 @@ class CompletionRequest(GenerationRequest):
     def _not_too_many(self) -> CompletionRequest:
         if len(self.prompt) * self.num_choices > MAX_CHOICES:
             asked = f"{len(self.prompt)} prompts of {self.num_choices} choices each"
-            raise _fail(f"{asked} are more than {MAX_CHOICES} choices at once", param="prompt")
+            raise fail(f"{asked} are more than {MAX_CHOICES} choices at once", param="prompt")
         return self
 
     @property
@@ -297,7 +303,7 @@ class CompletionRequest(GenerationRequest):
         return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
 
-class Message(_Body):
+class Message(StrictBody):
     """One message of a chat; `developer` is read as `system`, and tools are not supported."""
 
     neutral = {
@@ -354,7 +360,7 @@ class ChatRequest(GenerationRequest):
     @model_validator(mode="after")
     def _top_logprobs_only_with_logprobs(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
-            raise _fail("`top_logprobs` is only for `logprobs`: true", param="top_logprobs")
+            raise fail("`top_logprobs` is only for `logprobs`: true", param="top_logprobs")
         return self
 
     @model_validator(mode="after")
@@ -362,7 +368,7 @@ class ChatRequest(GenerationRequest):
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             message = "`max_tokens` and `max_completion_tokens` say different things; give one"
-            raise _fail(message, param="max_completion_tokens")
+            raise fail(message, param="max_completion_tokens")
         return self
 
     @property

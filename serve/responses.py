@@ -18,8 +18,14 @@ from .logprob_bodies import ChatLogprobs, CompletionLogprobs
 from .output_stream import EngineFailed, OutputStream
 from .outputs import RequestOutput
 
-# OpenAI knows no "cancelled"; vLLM calls it "abort".
-_FINISH_REASONS = {None: None, "stop": "stop", "length": "length", "cancelled": "abort"}
+# OpenAI knows no "cancelled", which vLLM calls "abort", and no "timeout".
+_FINISH_REASONS = {
+    None: None,
+    "stop": "stop",
+    "length": "length",
+    "cancelled": "abort",
+    "timeout": "timeout",
+}
 
 
 Body = dict[str, Any] | None
