@@ -1,0 +1,170 @@
+"""Greedy tokens under every setting of the engine, against each prompt alone without a cache.
+
+    python benchmarks/exactness.py [--model smollm2] [--prompts 200] [--longest 4000] [--tokens 8] \
+        [--only chunk=64,pool=tight] [--json FILE]
+
+The settings: prefix caching on and off, each request alone and sixteen at once, chunks of 64 and
+512 tokens, a pool with room for all and one that forces preemption (alone: eviction), cascade
+attention on and off, speculation on and off. Prompts are real text of 1 to `--longest` tokens,
+as many short as long ones by ratio, every third with a common beginning. A table with a line for
+each setting counts the tokens that differ; the exit status is 1 if any does. Two hundred prompts
+take hours on two cores: `--prompts 20` sees each setting in minutes, `--only` some of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from octavo.models import LoadedModel, load_model
+from octavo.serve import Engine, EngineConfig, SamplingParams
+
+ROOT = Path(__file__).parents[1]
+BATCH = 16
+SETTINGS: dict[str, tuple[Any, ...]] = {
+    "cache": ("on", "off"),
+    "company": ("alone", BATCH),
+    "chunk": (512, 64),
+    "pool": ("ample", "tight"),
+    "cascade": ("on", "off"),
+    "speculation": ("off", "on"),
+}
+BASELINE = {"cache": "off", "company": "alone", "chunk": 512, "pool": "ample"}
+BASELINE |= {"cascade": "off", "speculation": "off"}
+
+
+def real_prompts(loaded: LoadedModel, count: int, longest: int) -> list[list[int]]:
+    """Pieces of this project's own prose and code, as token ids."""
+    files = [ROOT / "README.md", *sorted(ROOT.glob("paged/*.py")), *sorted(ROOT.glob("serve/*.py"))]
+    words = loaded.tokenizer.encode("\n".join(file.read_text() for file in files))
+    rng = np.random.default_rng(0)
+    lengths = np.exp(rng.uniform(0, np.log(longest), count)).astype(int)
+    lengths[:2] = 1, longest  # the ends are there, whatever is drawn
+    prompts = []
+    for i, length in enumerate(lengths.tolist()):
+        shared = length * 2 // 3 if i % 3 == 0 else 0
+        begin = int(rng.integers(longest, len(words) - longest))
+        prompts.append(words[:shared] + words[begin : begin + length - shared])
+    return prompts
+
+
+def cells(only: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """Every combination that differs from the others in what it runs."""
+    for values in itertools.product(*SETTINGS.values()):
+        cell = dict(zip(SETTINGS, values, strict=True))
+        if cell["company"] == "alone" and cell["cascade"] == "on":
+            continue  # nobody to share a prefix with
+        if all(str(cell[name]) == value for name, value in only.items()):
+            yield cell
+
+
+def engine_for(loaded: LoadedModel, cell: dict[str, Any], longest: int, tokens: int) -> Engine:
+    """An engine with the settings of a cell."""
+    most = -(-(longest + tokens) // 16)
+    # Tight: the longest and half as much again.
+    num_blocks = 1 + (BATCH * most if cell["pool"] == "ample" else most * 3 // 2)
+    return Engine(
+        loaded,
+        EngineConfig(
+            num_blocks=num_blocks,
+            max_model_len=longest + tokens,
+            max_num_seqs=BATCH,
+            max_num_batched_tokens=cell["chunk"],
+            enable_prefix_caching=cell["cache"] == "on",
+            enable_cascade_attention=cell["cascade"] == "on",
+            num_speculative_tokens=4 if cell["speculation"] == "on" else 0,
+        ),
+    )
+
+
+def answers(engine: Engine, company: str | int, prompts: Sequence[list[int]], tokens: int) -> list:
+    """The answers to all prompts, in order."""
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    if company == "alone":
+        return [engine.generate(prompt, params)[0] for prompt in prompts]
+    return engine.generate(list(prompts), params)
+
+
+def run_cell(
+    loaded: LoadedModel,
+    cell: dict[str, Any],
+    prompts: Sequence[list[int]],
+    args: argparse.Namespace,
+    expected: Sequence[tuple[int, ...]] | None,
+) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
+    """(what was seen, the tokens) of one setting."""
+    engine = engine_for(loaded, cell, args.longest, args.tokens)
+    begin = time.perf_counter()
+    got = answers(engine, cell["company"], prompts, args.tokens)
+    seconds = time.perf_counter() - begin
+    engine.check_invariants()
+    stats = engine.stats()
+    tokens = [answer.token_ids for answer in got]
+    differ = [a != b for a, b in zip(tokens, expected or tokens, strict=True)]
+    pairs = zip(itertools.chain(*tokens), itertools.chain(*(expected or tokens)), strict=True)
+    row = cell | {
+        "tokens": sum(map(len, tokens)),
+        "differing_tokens": sum(a != b for a, b in pairs),
+        "differing_prompts": sum(differ),
+        "cached_tokens": sum(answer.num_cached_tokens for answer in got),
+        "preemptions": stats.num_preemptions,
+        "blocks_left_active": stats.num_active_blocks,
+        "seconds": round(seconds, 1),
+    }
+    return row, tokens
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument("--longest", type=int, default=4000, help="tokens of the longest prompt")
+    parser.add_argument("--tokens", type=int, default=8, help="tokens of each answer")
+    parser.add_argument("--only", default="", help="name=value pairs, separated by commas")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    only = dict(pair.split("=", 1) for pair in args.only.split(",") if pair)
+    if unknown := only.keys() - SETTINGS.keys():
+        parser.error(f"no setting is called {unknown.pop()}; there are {', '.join(SETTINGS)}")
+    if args.prompts < 2 or args.longest < 2:
+        parser.error("at least 2 prompts, the longest of at least 2 tokens")
+
+    loaded = load_model(args.model)
+    prompts = real_prompts(loaded, args.prompts, args.longest)
+    lengths = sorted(map(len, prompts))
+    print(
+        f"{len(prompts)} prompts of {lengths[0]} to {lengths[-1]} tokens, {sum(lengths)} in all;"
+        f" {args.tokens} tokens each",
+        flush=True,
+    )
+    row, expected = run_cell(loaded, BASELINE, prompts, args, None)
+    print(f"baseline: {row}\n", flush=True)
+    columns = [*SETTINGS, "differing_tokens", "preemptions", "cached_tokens", "seconds"]
+    print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|", flush=True)
+    rows = []
+    for cell in cells(only):
+        row, _ = run_cell(loaded, cell, prompts, args, expected)
+        rows.append(row)
+        print("| " + " | ".join(str(row[column]) for column in columns) + " |", flush=True)
+    differing = sum(row["differing_tokens"] for row in rows)
+    leaked = sum(row["blocks_left_active"] for row in rows)
+    print(f"\n{len(rows)} settings: {differing} tokens differ, {leaked} blocks leaked")
+    if args.json:
+        about = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax")}
+        about |= {"python": platform.python_version(), "prompt_tokens": sum(lengths)}
+        args.json.write_text(json.dumps({"about": about, "cells": rows}, indent=1) + "\n")
+    return int(differing or leaked)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
