@@ -32,6 +32,10 @@ class EngineConfig:
     enable_cascade_attention: bool = _knob(
         True, "while decoding, read a prefix that several sequences share once for all of them"
     )
+    num_speculative_tokens: int = _knob(
+        0, "tokens guessed from the text so far and checked in one decode step; 0 for none"
+    )
+    max_speculative_seqs: int = _knob(4, "with more sequences than this decoding none is guessed")
     eviction_policy: str = _knob(
         "cost", f"which cached blocks go first when room is needed: {', '.join(POLICIES)}"
     )
@@ -65,6 +69,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
+        for name in ("num_speculative_tokens", "max_speculative_seqs"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
         if self.num_blocks is not None and self.num_blocks < 2:
             raise ValueError(f"num_blocks={self.num_blocks} must be at least 2")
         if self.max_loras < 0:

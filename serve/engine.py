@@ -397,6 +397,8 @@ class Engine(Lifecycle, AdapterControl):
             num_free_blocks=int(blocks.num_free),
             num_cached_blocks=int(blocks.num_cached),
             num_active_blocks=int(blocks.num_active),
+            num_draft_tokens=self._runner.num_draft_tokens,
+            num_accepted_tokens=self._runner.num_accepted_tokens,
             **self._count,
         )
 

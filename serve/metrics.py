@@ -29,6 +29,8 @@ _COUNTERS = (
     ("vllm:prompt_tokens", "prompt_tokens", "Prompt tokens of admitted requests."),
     ("vllm:generation_tokens", "generated_tokens", "Tokens generated."),
     ("vllm:num_preemptions", "num_preemptions", "Requests preempted to give their blocks away."),
+    ("vllm:spec_decode_num_draft_tokens", "num_draft_tokens", "Tokens guessed by speculation."),
+    ("vllm:spec_decode_num_accepted_tokens", "num_accepted_tokens", "Guesses that were right."),
     ("octavo:prefilled_tokens", "prefilled_tokens", "Prompt tokens computed, not found."),
 )
 _BLOCK_STATES = ("free", "cached", "active")

@@ -97,6 +97,8 @@ class EngineStats:
             included.
         generated_tokens: tokens generated.
         num_preemptions: times that a request gave back its blocks to let others go on.
+        num_draft_tokens, num_accepted_tokens: tokens that speculation guessed, and those of them
+            that were right.
         num_finished: requests that ended by themselves.
         num_cancelled: requests that were ended from outside.
         num_timed_out: requests whose `timeout_s` was over.
@@ -114,6 +116,8 @@ class EngineStats:
     prefilled_tokens: int
     generated_tokens: int
     num_preemptions: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
     num_finished: int
     num_cancelled: int
     num_timed_out: int

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from .draw import draw
 from .logprobs import TokenLogprobs, no_logprobs
 from .program import Program
 from .seats import SeatParams
+from .speculation import speculate
 
 KVCache = tuple[jax.Array, ...]
 # A group that saves fewer reads is not worth its second pass.
@@ -90,6 +92,7 @@ class ModelSteps:
             both steps.
         packed: see `_packed`; its size is T.
         decode: see `_decode`; its size is R.
+        speculate: see `_speculate`; its size is R.
     """
 
     def __init__(
@@ -100,15 +103,18 @@ class ModelSteps:
         block_size: int,
         max_decode_steps: int,
         cascade: bool,
+        num_drafts: int,
     ):
         graphdef, state = nnx.split(model)
         self.weights, self._treedef = jax.tree.flatten(state)
         self._graphdef, self._lora_treedef = graphdef, jax.tree.structure(lora)
         self._block_size = block_size
         self._max_steps = max_decode_steps
+        self._num_drafts = num_drafts
         self._cascade = cascade and model.config.sliding_window is None
         self.packed = Program("packed step", self._packed, donate=(1, 2))
         self.decode = Program("decode loop", self._decode, donate=(1, 2))
+        self.speculate = Program("speculative decode loop", self._speculate, donate=(1, 2))
 
     def load_weights(self, model: Llama) -> None:
         """Take the weights of a model that differs in nothing else.
@@ -223,6 +229,39 @@ class ModelSteps:
             going, one, (*state, kv_cache, history, out)
         )
         return out, kv_cache, history
+
+    def _speculate(
+        self,
+        weights: list[jax.Array],
+        kv_cache: KVCache,
+        history: jax.Array,
+        block_ids: jax.Array,
+        params: SeatParams,
+        rows: DecodeRows,
+    ) -> tuple[Drawn, jax.Array, KVCache, jax.Array]:
+        """Generate what `_decode` would, checking guesses; returns also `int32[2]`, how many.
+
+        The two counts are those of guesses made and of guesses taken.
+        """
+        seat, context_len, limit = map(jnp.asarray, (rows.seat, rows.context_len, rows.limit))
+
+        def model(tokens: jax.Array, *args: Any, row: jax.Array) -> tuple[jax.Array, KVCache]:
+            return self._model(weights, jnp.asarray(rows.adapter)[row])(tokens, *args)
+
+        (tokens, logprobs, checked), kv_cache, history = speculate(
+            model,
+            kv_cache,
+            history,
+            block_ids,
+            params,
+            seat,
+            context_len,
+            limit,
+            num_drafts=self._num_drafts,
+            max_tokens=self._max_steps,
+            block_size=self._block_size,
+        )
+        return Drawn(tokens=tokens, logprobs=logprobs), checked, kv_cache, history
 
 
 def buckets(smallest: int, largest: int) -> tuple[int, ...]:

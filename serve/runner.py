@@ -27,6 +27,7 @@ from .programs import Drawn, KVCache, ModelSteps, bucket_for, buckets
 from .request import Request
 from .rows import decode_rows, packed_rows, seat_of
 from .seats import SeatParams, init_seats, no_params, params_of, take_seat
+from .speculation import may_propose
 
 _SMALLEST_STEP = 16
 _PROTECTED_FRACTION = 0.8  # of the pool, in `slru`
@@ -38,6 +39,7 @@ class ModelRunner:
     Attributes:
         layout: of the KV cache.
         adapters: those in slots.
+        num_draft_tokens, num_accepted_tokens: guesses made and guesses taken so far.
     """
 
     def __init__(self, model: Llama, config: EngineConfig):
@@ -55,9 +57,13 @@ class ModelRunner:
             block_size=config.block_size,
             max_decode_steps=config.max_decode_steps,
             cascade=config.enable_cascade_attention,
+            num_drafts=config.num_speculative_tokens,
         )
         self._token_buckets = buckets(_SMALLEST_STEP, config.max_num_batched_tokens)
         self._row_buckets = buckets(1, config.max_num_seqs)
+        most = config.max_speculative_seqs if config.num_speculative_tokens else 0
+        self._speculative_buckets = tuple(size for size in self._row_buckets if size <= most)
+        self.num_draft_tokens = self.num_accepted_tokens = 0
         # Blocks that fill in one step, and one for each sequence that does not.
         self._max_filled = -(-config.max_num_batched_tokens // config.block_size) + (
             config.max_num_seqs * (1 + -(-config.max_decode_steps // config.block_size))
@@ -243,9 +249,22 @@ class ModelRunner:
         return _fetch(drawn, [request for request, _ in work])
 
     def decode(self, requests: Sequence[Request], num_steps: int) -> Drawn:
-        """Generate up to `num_steps` tokens per request; returns them `[steps, R]`."""
+        """Generate up to `num_steps` tokens per request; returns them `[steps, R]`.
+
+        Where guessing is on, a sequence ends with what it has held before, and few enough
+        decode, it is done with speculation.
+        """
         size = bucket_for(len(requests), self._row_buckets)
         rows = decode_rows(requests, size, num_steps)
+        if size in self._speculative_buckets and any(
+            may_propose(request.tokens[: request.num_tokens]) for request in requests
+        ):
+            drawn, checked, self._kv_cache, self._history = self._steps.speculate(
+                size, *self._step_args(), rows
+            )
+            self.num_draft_tokens += int(checked[0])
+            self.num_accepted_tokens += int(checked[1])
+            return _fetch(drawn, requests)
         drawn, self._kv_cache, self._history = self._steps.decode(
             size, *self._step_args(), rows, np.int32(num_steps)
         )
@@ -271,12 +290,19 @@ class ModelRunner:
             (self._publish, (self._no_filled_blocks(), num)),
             (self._release, (seat,)),
         ]
+        kinds = (
+            ("packed step of {} tokens", self._compile_packed, self._token_buckets),
+            ("decode loop of {} sequences", self._compile_decode, self._row_buckets),
+            (
+                "speculative decode loop of {} sequences",
+                self._compile_speculate,
+                self._speculative_buckets,
+            ),
+        )
         steps = [
-            (f"packed step of {size} tokens", partial(self._compile_packed, size))
-            for size in reversed(self._token_buckets)
-        ] + [
-            (f"decode loop of {size} sequences", partial(self._compile_decode, size))
-            for size in reversed(self._row_buckets)
+            (name.format(size), partial(compile_fn, size))
+            for name, compile_fn, sizes in kinds
+            for size in reversed(sizes)
         ]
         return [
             *steps,
@@ -293,7 +319,8 @@ class ModelRunner:
     def _all_programs(self) -> tuple[Program, ...]:
         manager = (self._admit, self._append, self._publish, self._release, self._stats)
         others = (self._copy, self.prefix_lens.program, self.adapters.place)
-        return (self._steps.packed, self._steps.decode, *manager, *others)
+        steps = (self._steps.packed, self._steps.decode, self._steps.speculate)
+        return (*steps, *manager, *others)
 
     def _match_warmup(self) -> list[tuple[str, Callable[[], object]]]:
         if self._config.scheduling_policy != "lpm":
@@ -308,6 +335,9 @@ class ModelRunner:
     def _compile_decode(self, size: int) -> None:
         args = decode_rows([], size, 0), np.int32(0)
         self._steps.decode.compile(size, *self._step_args(), *args)
+
+    def _compile_speculate(self, size: int) -> None:
+        self._steps.speculate.compile(size, *self._step_args(), decode_rows([], size, 0))
 
     # ---- arguments -------------------------------------------------------------------------
 
