@@ -1,0 +1,224 @@
+"""Prefill, decode, time to first token and bursts, of octavo and of its peers in one run.
+
+    python benchmarks/serving.py --model smollm2 [--repeats 5] [--only decode] [--json FILE] \
+        [--peer NAME=PYTHON:ENGINE:MODEL[:OPTION ...]] ...
+
+Each engine lives in a process of its own (`serving_workers.py`) and they take turns, measurement by
+measurement, so that a busy moment of the machine meets all. Same prompts for all: random token
+ids that nobody has seen, greedy. A peer is named, with the Python that has it, its kind and its
+model (of transformers and vllm a directory, of llama.cpp a GGUF file), as in
+
+    --peer vllm=vllm-env/bin/python:vllm:smollm2-hf
+    --peer llama-q4=python3:llama.cpp:smollm2-q4_1.gguf:llama-env/bin/llama-server
+
+Prints medians and octavo's ratio to the best peer; above 1 octavo is better.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+WORKERS = Path(__file__).with_name("serving_workers.py")
+NUM_DECODED = 33
+
+
+class Worker:
+    """An engine's process."""
+
+    def __init__(self, name: str, python: str, engine: str, model: str, options: list[str]):
+        self.name = name
+        self._process = subprocess.Popen(
+            [python, str(WORKERS), engine, model, *options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.name} ended with status {self._process.wait()}")
+        return json.loads(line)
+
+    def generate(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        """What the engine answers; see `serving_workers.py`."""
+        assert self._process.stdin is not None
+        request = {"prompts": prompts, "max_tokens": max_tokens}
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        answer = self._read()
+        counts = {len(tokens) for tokens in answer["tokens"]}
+        if counts != {max_tokens}:
+            raise RuntimeError(f"{self.name} gave {counts} tokens where {max_tokens} were wanted")
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.terminate()
+        self._process.wait()
+
+
+class Prompts:
+    """Token ids that no engine has seen, the same for all engines in one measurement."""
+
+    def __init__(self, seed: int):
+        self._rng = np.random.default_rng(seed)
+
+    def fresh(self, length: int) -> list[int]:
+        return self._rng.integers(1000, 40000, length).tolist()
+
+    def sharing(self, count: int, prefix: list[int], own: int) -> list[list[int]]:
+        return [[*prefix, *self.fresh(own)] for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class Prefill:
+    length: int
+    name: str = "prefill"
+    unit: str = "tok/s"
+
+    def measure(self, worker: Worker, prompts: Prompts) -> dict[str, float]:
+        answer = worker.generate([prompts.fresh(self.length)], 1)
+        return {f"prefill {self.length}": self.length / answer["first"][0]}
+
+
+@dataclass(frozen=True)
+class Decode:
+    batch: int
+    length: int
+    name: str = "decode"
+    unit: str = "tok/s"
+
+    def measure(self, worker: Worker, prompts: Prompts) -> dict[str, float]:
+        asked = [prompts.fresh(self.length) for _ in range(self.batch)]
+        answer = worker.generate(asked, NUM_DECODED)
+        # From when all have begun; what came before is not all decode.
+        begin = next(x for x in answer["progress"] if x[0] >= max(answer["first"]))
+        end = answer["progress"][-1]
+        rate = (end[1] - begin[1]) / (end[0] - begin[0])
+        return {f"decode {self.batch} at {self.length}": rate}
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    prefix: int
+    own: int
+    name: str = "ttft"
+    unit: str = "s"
+
+    def measure(self, worker: Worker, prompts: Prompts) -> dict[str, float]:
+        both = prompts.sharing(2, prompts.fresh(self.prefix), self.own)
+        what = f"ttft {self.prefix} + {self.own}"
+        cold, warm = (worker.generate([prompt], 1)["first"][0] for prompt in both)
+        return {f"{what} cold": cold, f"{what} warm": warm}
+
+
+@dataclass(frozen=True)
+class Burst:
+    count: int
+    prefix: int
+    own: int
+    output: int
+    name: str = "burst"
+    unit: str = "s"
+
+    def measure(self, worker: Worker, prompts: Prompts) -> dict[str, float]:
+        prefix = prompts.fresh(self.prefix)
+        seconds = [
+            worker.generate(prompts.sharing(self.count, prefix, self.own), self.output)
+            for _ in range(2)
+        ]
+        what = f"burst {self.count} x ({self.prefix} + {self.own})"
+        cold, warm = (answer["progress"][-1][0] for answer in seconds)
+        return {f"{what} cold": cold, f"{what} warm": warm}
+
+
+MEASUREMENTS = (
+    Prefill(512),
+    Prefill(2048),
+    Prefill(8100),
+    Decode(1, 512),
+    Decode(8, 512),
+    FirstToken(512, 32),
+    FirstToken(2048, 32),
+    FirstToken(8128, 32),
+    Burst(32, 1024, 32, 64),
+    Burst(32, 4096, 32, 64),
+)
+UNITS = {m.name: m.unit for m in MEASUREMENTS}
+
+
+def table(found: dict[str, dict[str, list[float]]], names: list[str]) -> list[str]:
+    """Lines of Markdown: medians, and octavo's ratio to the best of the others."""
+    lines = [f"| | {' | '.join(names)} | ratio |", "|---" * (len(names) + 2) + "|"]
+    for what, by_name in found.items():
+        unit = UNITS[what.split()[0]]
+        medians = {name: statistics.median(by_name[name]) for name in names if name in by_name}
+        peers = [value for name, value in medians.items() if name != "octavo"]
+        ratio = ""
+        if peers and "octavo" in medians:
+            own = medians["octavo"]
+            ratio = f"{min(peers) / own if unit == 's' else own / max(peers):.2f}"
+        cells = [f"{medians[name]:.3g}" if name in medians else "" for name in names]
+        lines.append(f"| {what}, {unit} | {' | '.join(cells)} | {ratio} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--option", action="append", default=[], help="name=value of EngineConfig")
+    parser.add_argument("--peer", action="append", default=[])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", default="", help="kinds of measurement, separated by commas")
+    parser.add_argument("--longest", type=int, default=1 << 20, help="prompts of at most so many")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    kinds = set(args.only.split(",")) if args.only else set(UNITS)
+    if unknown := kinds - UNITS.keys():
+        parser.error(f"no measurement is called {unknown.pop()}; there are {', '.join(UNITS)}")
+
+    workers = [Worker("octavo", sys.executable, "octavo", args.model, args.option)]
+    try:
+        for peer in args.peer:
+            name, _, rest = peer.partition("=")
+            python, engine, model, *options = rest.split(":")
+            workers.append(Worker(name, python, engine, model, options))
+        found: dict[str, dict[str, list[float]]] = {}
+        for number, measurement in enumerate(MEASUREMENTS):
+            size = max(getattr(measurement, "length", 0), getattr(measurement, "prefix", 0))
+            if measurement.name not in kinds or size > args.longest:
+                continue
+            for repeat in range(-1, args.repeats):
+                for worker in workers:
+                    # The first turn warms up and is not counted.
+                    seed = ((args.seed * 1000) + repeat + 1) * 100 + number
+                    for what, value in measurement.measure(worker, Prompts(seed)).items():
+                        if repeat >= 0:
+                            found.setdefault(what, {}).setdefault(worker.name, []).append(value)
+            print(json.dumps({k: v for k, v in found.items() if k.startswith(measurement.name)}))
+    finally:
+        for worker in workers:
+            worker.close()
+    print("\n".join(table(found, [worker.name for worker in workers])))
+    if args.json:
+        about = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax")}
+        about |= {"python": platform.python_version(), "processor": platform.processor()}
+        args.json.write_text(json.dumps({"about": about, "found": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
