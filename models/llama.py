@@ -7,6 +7,7 @@ product and tensor parallelism cuts along K and F.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -20,6 +21,7 @@ from .rope import apply_rope, rope_angles
 
 KVCache = tuple[jax.Array, ...]
 _init = nnx.initializers.normal(0.02)
+_INVARIANT_ROWS = 16
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -70,7 +72,7 @@ class LlamaLayer(nnx.Module):
         """`x: [T, D]`, one layer's cache `[P, K, B, ROW]` -> the same two."""
         attended, kv_cache = self._attention(x, angles, kv_cache, batch, lora)
         x = x + attended
-        return x + self._mlp(x, lora), kv_cache
+        return x + self._mlp(x, lora, batch.batch_invariant), kv_cache
 
     def _attention(
         self,
@@ -82,7 +84,8 @@ class LlamaLayer(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         config = self.config
         normed = rms_norm(x, self.attn_norm[...], config.rms_norm_eps)
-        qkv = _linear(normed, self.qkv[...], self.qkv_bias)
+        invariant = batch.batch_invariant
+        qkv = _linear(normed, self.qkv[...], self.qkv_bias, invariant)
         q = qkv[:, :, :-2].reshape(x.shape[0], config.num_heads, config.head_size)
         q, k, v = add_lora(lora, "qkv", normed, (q, qkv[:, :, -2], qkv[:, :, -1]))
         if self.q_norm is not None and self.k_norm is not None:
@@ -93,15 +96,17 @@ class LlamaLayer(nnx.Module):
             q, k, v, kv_cache, batch, sliding_window=config.sliding_window
         )
         out = out.reshape(x.shape[0], -1)
-        (attended,) = add_lora(lora, "out", out, (_linear(out, self.out[...], self.out_bias, 3),))
+        projected = _linear(out, self.out[...], self.out_bias, invariant, contracted=3)
+        (attended,) = add_lora(lora, "out", out, (projected,))
         return attended, kv_cache
 
-    def _mlp(self, x: jax.Array, lora: LayerLora | None) -> jax.Array:
+    def _mlp(self, x: jax.Array, lora: LayerLora | None, invariant: bool) -> jax.Array:
         normed = rms_norm(x, self.mlp_norm[...], self.config.rms_norm_eps)
-        gate_up = _linear(normed, self.gate_up[...], self.gate_up_bias)
+        gate_up = _linear(normed, self.gate_up[...], self.gate_up_bias, invariant)
         gate, up = add_lora(lora, "gate_up", normed, (gate_up[:, 0], gate_up[:, 1]))
         hidden = jax.nn.silu(gate) * up
-        (out,) = add_lora(lora, "down", hidden, (_linear(hidden, self.down[...], self.down_bias),))
+        projected = _linear(hidden, self.down[...], self.down_bias, invariant)
+        (out,) = add_lora(lora, "down", hidden, (projected,))
         return out
 
 
@@ -163,8 +168,11 @@ class Llama(nnx.Module):
             caches.append(cache)
         x = rms_norm(x[batch.logit_rows], self.norm[...], self.config.rms_norm_eps)
         head = self.embed if self.head is None else self.head
-        logits = jnp.einsum("rd,vd->rv", x, head[...], preferred_element_type=jnp.float32)
-        return logits, tuple(caches)
+
+        def logits(rows: jax.Array) -> jax.Array:
+            return jnp.einsum("rd,vd->rv", rows, head[...], preferred_element_type=jnp.float32)
+
+        return _by_rows(logits, x, batch.batch_invariant), tuple(caches)
 
 
 # Traced once and called L times: without this the trace, which no compilation cache saves, takes
@@ -183,10 +191,29 @@ def _run_layer(
 
 
 def _linear(
-    x: jax.Array, weight: jax.Array, bias: nnx.Param[jax.Array] | None, contracted: int = 1
+    x: jax.Array,
+    weight: jax.Array,
+    bias: nnx.Param[jax.Array] | None,
+    batch_invariant: bool,
+    *,
+    contracted: int = 1,
 ) -> jax.Array:
     """`x: [T, in]` times a weight whose first `contracted` axes are `in`, as one 2-D product."""
     out_shape = weight.shape[contracted:]
     flat = weight.reshape(x.shape[1], -1)
-    y = (x @ flat).reshape(x.shape[0], *out_shape)
+    y = _by_rows(lambda rows: rows @ flat, x, batch_invariant).reshape(x.shape[0], *out_shape)
     return y if bias is None else y + bias[...]
+
+
+def _by_rows(
+    product: Callable[[jax.Array], jax.Array], x: jax.Array, batch_invariant: bool
+) -> jax.Array:
+    """A product with the rows of `x: [T, in]`; batch-invariant, in pieces of one size.
+
+    How a library sums up a product depends on its number of rows.
+    """
+    if not batch_invariant:
+        return product(x)
+    pieces = jnp.pad(x, ((0, -x.shape[0] % _INVARIANT_ROWS), (0, 0)))
+    y = jax.lax.map(product, pieces.reshape(-1, _INVARIANT_ROWS, x.shape[1]))
+    return y.reshape(-1, y.shape[-1])[: x.shape[0]]

@@ -14,7 +14,7 @@ from ..pallas_kernels import SharedPrefixes
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["block_tables", "context_lens", "query_start", "slots", "logit_rows", "prefixes"],
-    meta_fields=["max_query_len"],
+    meta_fields=["max_query_len", "batch_invariant"],
 )
 @dataclass(frozen=True, kw_only=True)
 class PagedBatch:
@@ -29,6 +29,7 @@ class PagedBatch:
         max_query_len: static bound on the queries of one sequence.
         prefixes: with one query per sequence, leading blocks that several share, from
             `shared_prefixes`: attention reads them once for all. None to read each on its own.
+        batch_invariant: static; whether a token's bits may not depend on the others'.
     """
 
     block_tables: jax.Array
@@ -38,6 +39,7 @@ class PagedBatch:
     logit_rows: jax.Array
     max_query_len: int
     prefixes: SharedPrefixes | None = None
+    batch_invariant: bool = False
 
 
 def packed_batch(

@@ -36,6 +36,9 @@ class EngineConfig:
         0, "tokens guessed from the text so far and checked in one decode step; 0 for none"
     )
     max_speculative_seqs: int = _knob(4, "with more sequences than this decoding none is guessed")
+    deterministic: bool = _knob(
+        False, "same logits to the bit, whatever was cached or runs beside (CPU only; slower)"
+    )
     eviction_policy: str = _knob(
         "cost", f"which cached blocks go first when room is needed: {', '.join(POLICIES)}"
     )
@@ -79,6 +82,11 @@ class EngineConfig:
         for name in ("kv_cache_gib", "decode_slice_ms"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive")
+        if self.deterministic and self.max_loras:
+            raise ValueError(
+                f"deterministic=True and max_loras={self.max_loras} exclude each other: an adapter's "
+                "products depend on the batch"
+            )
         if self.kv_cache_dtype not in ("auto", "float32", "bfloat16"):
             raise ValueError(
                 f"kv_cache_dtype={self.kv_cache_dtype!r} must be auto, float32 or bfloat16"

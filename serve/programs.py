@@ -7,7 +7,7 @@ history, and read block tables, history and sampling parameters by seat.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -104,6 +104,7 @@ class ModelSteps:
         max_decode_steps: int,
         cascade: bool,
         num_drafts: int,
+        deterministic: bool,
     ):
         graphdef, state = nnx.split(model)
         self.weights, self._treedef = jax.tree.flatten(state)
@@ -111,7 +112,8 @@ class ModelSteps:
         self._block_size = block_size
         self._max_steps = max_decode_steps
         self._num_drafts = num_drafts
-        self._cascade = cascade and model.config.sliding_window is None
+        self._deterministic = deterministic
+        self._cascade = cascade and not deterministic and model.config.sliding_window is None
         self.packed = Program("packed step", self._packed, donate=(1, 2))
         self.decode = Program("decode loop", self._decode, donate=(1, 2))
         self.speculate = Program("speculative decode loop", self._speculate, donate=(1, 2))
@@ -139,7 +141,15 @@ class ModelSteps:
         own, others = weights[: len(self.weights)], weights[len(self.weights) :]
         model = nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, own))
         stack = jax.tree.unflatten(self._lora_treedef, others)
-        return model if stack is None else partial(model, lora=LoraBatch.of(stack, adapter))
+        lora = None if stack is None else LoraBatch.of(stack, adapter)
+
+        def run(
+            tokens: jax.Array, positions: jax.Array, kv_cache: KVCache, batch: PagedBatch
+        ) -> tuple[jax.Array, KVCache]:
+            batch = replace(batch, batch_invariant=self._deterministic)
+            return model(tokens, positions, kv_cache, batch, lora)
+
+        return run
 
     def _packed(
         self,

@@ -43,6 +43,11 @@ class ModelRunner:
     """
 
     def __init__(self, model: Llama, config: EngineConfig):
+        if config.deterministic and jax.default_backend() != "cpu":
+            raise ValueError(
+                f"deterministic=True needs the CPU backend, not {jax.default_backend()}: elsewhere "
+                "kernels sum up in an order that depends on the batch"
+            )
         self.layout = CacheLayout.of(model.config, config, model.embed[...].dtype)
         self._config = config
         self.adapters = Adapters(
@@ -58,6 +63,7 @@ class ModelRunner:
             max_decode_steps=config.max_decode_steps,
             cascade=config.enable_cascade_attention,
             num_drafts=config.num_speculative_tokens,
+            deterministic=config.deterministic,
         )
         self._token_buckets = buckets(_SMALLEST_STEP, config.max_num_batched_tokens)
         self._row_buckets = buckets(1, config.max_num_seqs)

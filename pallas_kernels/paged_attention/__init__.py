@@ -40,6 +40,7 @@ def paged_attention(
     sinks: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    batch_invariant: bool = False,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Causal attention of packed queries against their sequences' blocks.
@@ -72,6 +73,9 @@ def paged_attention(
             none. They count once: give them to one of several states that are merged.
         k_scale, v_scale: `float32[K]` of a quantised cache (int8, float8_e4m3fn): a number
             stands for itself times its head's scale. None means 1, which int8 refuses.
+        batch_invariant: compute every query as if it were alone, in steps that its position
+            decides: its bits then do not depend on what else is computed beside or before it, on
+            a CPU (XLA promises nothing elsewhere). Decode takes several times longer.
         implementation: None picks by platform; "mosaic_gpu", "mosaic_tpu", "xla" or
             "reference". A named one never falls back.
 
@@ -127,6 +131,7 @@ def paged_attention(
         sliding_window=sliding_window,
         soft_cap=soft_cap,
         causal=causal,
+        batch_invariant=batch_invariant,
     )
     if scales is None:
         return _OP(

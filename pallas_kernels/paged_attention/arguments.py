@@ -17,6 +17,7 @@ class AttentionOptions:
     sliding_window: int | None
     soft_cap: float | None
     causal: bool = True
+    batch_invariant: bool = False
 
     def query_position(
         self, context_len: jax.Array, query_len: jax.Array, index: jax.Array

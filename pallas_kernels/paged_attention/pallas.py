@@ -66,6 +66,8 @@ def attend_by_query_len(
     A sequence with one query runs in `decode` whatever the others do, so that its bits do not
     depend on them.
     """
+    if options.batch_invariant:
+        raise NotImplementedError("batch_invariant=True is for CPUs; the kernels use another order")
     num_tokens = q.shape[0]
     num_seqs, table_len = block_tables.shape
     block_size = kv_cache.shape[2]

@@ -23,6 +23,8 @@ from .arguments import AttentionOptions
 _DECODE_CHUNK_BYTES = 3 << 19
 _CHUNK_TOKENS = 256
 _TILE_QUERIES = 128
+# Of batch-invariant attention, whatever the number of queries: few, because decode pads to it.
+_INVARIANT_TILE_QUERIES = 16
 
 
 class _Softmax(NamedTuple):
@@ -81,6 +83,8 @@ def paged_attention_xla(
     tables = safe_block_ids(ids, num_blocks)
 
     result = (jnp.zeros_like(q), jnp.full(q.shape[:2], -jnp.inf, jnp.float32))
+    if options.batch_invariant:
+        return _tiles(result, q, kv_cache, tables, context_lens, query_start, sinks, options)
     if options.max_query_len > 1:
         result = _tiles(result, q, kv_cache, tables, context_lens, query_start, sinks, options)
     return _decode(result, q, kv_cache, tables, context_lens, query_start, sinks, options)
@@ -169,17 +173,24 @@ def _tiles(
     sinks: jax.Array | None,
     options: AttentionOptions,
 ) -> tuple[jax.Array, jax.Array]:
-    """Fill `result` for the sequences that have more than one query, tile by tile."""
+    """Fill `result` for the sequences that have more than one query, tile by tile.
+
+    For all sequences, if the result must be batch-invariant: one shape of tile then serves all
+    queries, each row of which is computed alike.
+    """
     num_tokens, num_heads, head_size = q.shape
     _, num_kv_heads, block_size, _ = kv_cache.shape
     groups = num_heads // num_kv_heads
+    least = 1 if options.batch_invariant else 2
     tile = min(_TILE_QUERIES, 1 << (options.max_query_len - 1).bit_length())
+    if options.batch_invariant:
+        tile = _INVARIANT_TILE_QUERIES
     chunk_blocks = max(1, _CHUNK_TOKENS // block_size)
     chunk_tokens = chunk_blocks * block_size
     tables = _pad_columns(tables, chunk_blocks)
 
     query_lens = jnp.diff(query_start)
-    tile_end = jnp.cumsum(jnp.where(query_lens > 1, -(-query_lens // tile), 0))
+    tile_end = jnp.cumsum(jnp.where(query_lens >= least, -(-query_lens // tile), 0))
     dtype = _product_dtype(q, kv_cache)
     padded_q = jnp.pad(q, ((0, tile), (0, 0), (0, 0))).astype(dtype)
     padded = (

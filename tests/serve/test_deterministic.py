@@ -1,0 +1,51 @@
+"""With `deterministic=True` no bit of a logit depends on what was cached or what runs beside."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from octavo.models import LoadedModel
+from octavo.serve import Completion, Engine, SamplingParams
+
+from .tiny import tiny_engine, tiny_model
+
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=20)
+
+
+@pytest.fixture(scope="module")
+def tiny(smollm2: LoadedModel) -> LoadedModel:
+    return tiny_model(smollm2)
+
+
+def deterministic(tiny: LoadedModel, **settings) -> Engine:
+    return tiny_engine(tiny, deterministic=True, decode_slice_ms=1e6, **settings)
+
+
+def bits(answers: list[Completion]) -> list[tuple]:
+    """Tokens, and every reported logprob as it is."""
+    return [
+        (a.token_ids, [{token: x.logprob for token, x in top.items()} for top in a.logprobs or ()])
+        for a in answers
+    ]
+
+
+def test_logits_are_equal_to_the_bit_however_they_come_about(tiny: LoadedModel) -> None:
+    rng = np.random.default_rng(2)
+    shared = rng.integers(1000, 40000, 45).tolist()
+    prompts = [
+        [*(shared if i % 2 else []), *rng.integers(1000, 40000, 3 + 11 * i).tolist()]
+        for i in range(6)
+    ]
+    alone = deterministic(tiny, enable_prefix_caching=False)
+    miss = bits([alone.generate(prompt, PARAMS)[0] for prompt in prompts])
+    assert all(len(top) == 6 and len(top[0]) == 20 for _, top in miss)
+    engine = deterministic(tiny, num_speculative_tokens=3)
+    assert bits(engine.generate(prompts, PARAMS)) == miss  # together, sharing
+    again = engine.generate(prompts, PARAMS)
+    assert bits(again) == miss  # hits
+    assert all(a.num_cached_tokens >= a.num_prompt_tokens - 1 for a in again)
+    small = deterministic(tiny, max_num_batched_tokens=16, num_blocks=24)  # chunks, preemption
+    assert bits(small.generate(prompts, PARAMS)) == miss
+    assert small.stats().num_preemptions + small.stats().num_cached_blocks > 0
+    small.check_invariants()
