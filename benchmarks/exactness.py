@@ -9,6 +9,10 @@ attention on and off, speculation on and off. Prompts are real text of 1 to `--l
 as many short as long ones by ratio, every third with a common beginning. A table with a line for
 each setting counts the tokens that differ; the exit status is 1 if any does. Two hundred prompts
 take hours on two cores: `--prompts 20` sees each setting in minutes, `--only` some of them.
+
+Then bits: of the logprobs of the twenty likeliest tokens at every place (all prompts up to a
+quarter of `--longest`), how many are equal to the bit between a miss alone, a hit alone and hits
+in a batch, as usual and with `deterministic=True`, where all must be.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from octavo.models import LoadedModel, load_model
-from octavo.serve import Engine, EngineConfig, SamplingParams
+from octavo.serve import Completion, Engine, EngineConfig, SamplingParams
 
 ROOT = Path(__file__).parents[1]
 BATCH = 16
@@ -124,6 +128,36 @@ def run_cell(
     return row, tokens
 
 
+def share_of_equal_bits(
+    loaded: LoadedModel, prompts: Sequence[list[int]], args: argparse.Namespace, *, on: bool
+) -> dict[str, float]:
+    """The share of logprobs that equal those of a miss alone, with `deterministic` on or off."""
+    params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True, logprobs=20)
+    settings = {"max_model_len": args.longest + args.tokens, "max_num_seqs": BATCH}
+    plain, engine = (
+        Engine(loaded, EngineConfig(deterministic=on, enable_prefix_caching=cache, **settings))
+        for cache in (False, True)
+    )
+
+    def logprobs(answers: Sequence[Completion]) -> np.ndarray:
+        # By rank: the tokens themselves are compared elsewhere.
+        values = [
+            sorted((x.logprob for x in place.values()), reverse=True)[:20]
+            for answer in answers
+            for place in answer.logprobs or ()
+        ]
+        return np.array(values, np.float64)
+
+    miss = logprobs([plain.generate(prompt, params)[0] for prompt in prompts])
+    engine.generate(list(prompts), params)
+    alone = logprobs([engine.generate(prompt, params)[0] for prompt in prompts])
+    together = logprobs(engine.generate(list(prompts), params))
+    return {
+        "hit alone": float((alone == miss).mean()),
+        "hit in a batch": float((together == miss).mean()),
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="smollm2")
@@ -159,11 +193,18 @@ def main() -> int:
     differing = sum(row["differing_tokens"] for row in rows)
     leaked = sum(row["blocks_left_active"] for row in rows)
     print(f"\n{len(rows)} settings: {differing} tokens differ, {leaked} blocks leaked")
+    short = [prompt for prompt in prompts if len(prompt) <= args.longest // 4]
+    equal = {on: share_of_equal_bits(loaded, short, args, on=on) for on in (False, True)}
+    for on, shares in equal.items():
+        line = ", ".join(f"{what} {share:.2%}" for what, share in shares.items())
+        print(f"logprobs equal to a miss's to the bit, deterministic={on}: {line}")
     if args.json:
         about = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax")}
         about |= {"python": platform.python_version(), "prompt_tokens": sum(lengths)}
-        args.json.write_text(json.dumps({"about": about, "cells": rows}, indent=1) + "\n")
-    return int(differing or leaked)
+        args.json.write_text(
+            json.dumps({"about": about, "cells": rows, "equal_bits": equal}, indent=1) + "\n"
+        )
+    return int(differing or leaked or min(equal[True].values()) < 1)
 
 
 if __name__ == "__main__":
