@@ -28,14 +28,14 @@ def measure(engine: Engine, prompts: list[list[int]], tokens: int) -> dict[str, 
     """Milliseconds of a decode step: all of it, and the host's part."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     runner = engine._runner
-    decode, in_device, num_steps = runner.decode, 0.0, 0
+    decode, in_device, done = runner.decode, 0.0, 0
 
-    def timed(requests, steps):
-        nonlocal in_device, num_steps
+    def timed(requests, num_steps):
+        nonlocal in_device, done
         begin = time.perf_counter()
-        drawn = decode(requests, steps)
+        drawn = decode(requests, num_steps)
         in_device += time.perf_counter() - begin
-        num_steps += int((drawn.tokens >= 0).any(axis=1).sum())
+        done += int((drawn.tokens >= 0).any(axis=1).sum())
         return drawn
 
     runner.decode = timed
@@ -44,16 +44,16 @@ def measure(engine: Engine, prompts: list[list[int]], tokens: int) -> dict[str, 
             engine.add_request(prompt, params)
         total = 0.0
         while engine.num_unfinished:
-            before, begin = num_steps, time.perf_counter()
+            before, begin = done, time.perf_counter()
             engine.step()
-            if num_steps > before:
+            if done > before:
                 total += time.perf_counter() - begin
     finally:
         runner.decode = decode
     host = total - in_device
     return {
-        "step_ms": total / num_steps * 1e3,
-        "host_ms": host / num_steps * 1e3,
+        "step_ms": total / done * 1e3,
+        "host_ms": host / done * 1e3,
         "host_share": host / total,
     }
 

@@ -84,8 +84,8 @@ class EngineConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive")
         if self.deterministic and self.max_loras:
             raise ValueError(
-                f"deterministic=True and max_loras={self.max_loras} exclude each other: an adapter's "
-                "products depend on the batch"
+                f"deterministic=True and max_loras={self.max_loras} exclude each other: the "
+                "products of adapters depend on the batch"
             )
         if self.kv_cache_dtype not in ("auto", "float32", "bfloat16"):
             raise ValueError(

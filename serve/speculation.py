@@ -22,7 +22,7 @@ import numpy as np
 
 from ..paged import packed_batch, token_positions
 from .draw import draw
-from .logprobs import no_logprobs
+from .logprobs import TokenLogprobs, no_logprobs
 from .seats import SeatParams
 
 # Tokens that must have occurred before; of several places that with the longest match counts, and
@@ -82,12 +82,12 @@ def speculate(
     num_drafts: int,
     max_tokens: int,
     block_size: int,
-) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...], jax.Array]:
+) -> tuple[tuple[jax.Array, TokenLogprobs, jax.Array], tuple[jax.Array, ...], jax.Array]:
     """Decode with speculation until every row has its tokens or has stopped.
 
     Args:
-        model_fn: `(tokens, positions, kv_cache, batch, row=) -> (logits, kv_cache)`; `row: int32[T]`
-            says whose tokens they are.
+        model_fn: `(tokens, positions, kv_cache, batch, row=) -> (logits, kv_cache)`, where
+            `row: int32[T]` says whose tokens they are.
         kv_cache, history, block_ids, params: all seats'.
         seat: `int32[R]`.
         context_len: `int32[R]` tokens in the cache; the next one is in the history.
@@ -157,4 +157,5 @@ def speculate(
     *_, kv_cache, history, out, checked = jax.lax.while_loop(
         going, one, (*state, kv_cache, history, empty, jnp.zeros(2, jnp.int32))
     )
-    return (*out, checked), kv_cache, history
+    tokens, logprobs = out
+    return (tokens, logprobs, checked), kv_cache, history
