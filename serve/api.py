@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -22,6 +22,7 @@ from .protocol import ChatRequest, CompletionRequest, GenerationRequest, Message
 from .refusals import EngineDraining
 from .responses import Answer, ChatFormat, CompletionFormat
 from .sampling_params import InvalidRequest
+from .served_models import ServedModels
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "The request is at fault; `error.param` names the field."},
@@ -30,24 +31,33 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def create_app(
-    async_engine: AsyncEngine, *, model_name: str | None = None, cache_control: bool = False
+    async_engine: AsyncEngine,
+    *,
+    model_name: str | None = None,
+    adapter_dir: Path | None = None,
+    cache_control: bool = False,
 ) -> FastAPI:
     """The server's ASGI application around `async_engine`, which it closes when it shuts down.
 
     Args:
         async_engine: what answers.
         model_name: what clients call the model; by default its own name.
+        adapter_dir: a folder; clients may load adapters that lie in it, and none without it.
         cache_control: serve cache control too, to everybody who can reach the server.
     """
-    server = _Server(async_engine, model_name or async_engine.loaded.name)
+    models = ServedModels(async_engine, model_name or async_engine.loaded.name, adapter_dir)
+    server = _Server(async_engine, models)
     app = FastAPI(title="octavo", version=version("octavo"), lifespan=server.lifespan)
     app.add_middleware(BodyLimit)
     install_error_handlers(app)
     post: dict[str, Any] = {"methods": ["POST"], "responses": _ERRORS}
     app.add_api_route("/v1/completions", server.completions, **post)
     app.add_api_route("/v1/chat/completions", server.chat, **post)
-    app.add_api_route("/v1/models", server.models, methods=["GET"])
-    app.add_api_route("/v1/models/{model_id:path}", server.model, methods=["GET"])
+    app.add_api_route("/v1/models", models.list, methods=["GET"])
+    app.add_api_route("/v1/models/{model_id:path}", models.describe, methods=["GET"])
+    if adapter_dir is not None:
+        app.add_api_route("/v1/load_lora_adapter", models.load, **post)
+        app.add_api_route("/v1/unload_lora_adapter", models.unload, **post)
     app.add_api_route("/health", server.health, methods=["GET"])
     app.add_api_route("/metrics", server.metrics, methods=["GET"])
     if cache_control:
@@ -56,10 +66,9 @@ def create_app(
 
 
 class _Server:
-    def __init__(self, async_engine: AsyncEngine, model_name: str) -> None:
+    def __init__(self, async_engine: AsyncEngine, models: ServedModels) -> None:
         self._engine = async_engine
-        self._model_name = model_name
-        self._created = int(time.time())
+        self._models = models
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
@@ -68,23 +77,14 @@ class _Server:
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """Continue one or more prompts."""
-        self._check_model(body.model)
+        self._models.adapter_of(body.model)
         answer = self._answer(CompletionFormat(), body, body.prompt)
         return await _unless_gone(request, answer)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        self._check_model(body.model)
+        self._models.adapter_of(body.model)
         return await _unless_gone(request, self._answer_chat(body))
-
-    async def models(self) -> dict[str, Any]:
-        """List the one model."""
-        return {"object": "list", "data": [self._model_card()]}
-
-    async def model(self, model_id: str) -> dict[str, Any]:
-        """Describe the model."""
-        self._check_model(model_id)
-        return self._model_card()
 
     async def health(self) -> dict[str, str]:
         """200 while the engine takes requests, else 503 with the reason."""
@@ -135,7 +135,10 @@ class _Server:
         try:
             requests = [(prompt, params) for prompt in prompts for params in body.sampling_params()]
             stream = await self._engine.submit_all(
-                requests, cache_salt=body.cache_salt or "", priority=body.priority or 0
+                requests,
+                cache_salt=body.cache_salt or "",
+                priority=body.priority or 0,
+                adapter=self._models.adapter_of(body.model),
             )
         except InvalidRequest as error:
             raise refusal(error, body.field_of(error.param)) from None
@@ -149,20 +152,6 @@ class _Server:
             include_usage=body.include_usage,
         )
         return answer.events() if body.stream else JSONResponse(await answer.whole())
-
-    def _check_model(self, name: str) -> None:
-        if name != self._model_name:
-            message = f"there is no model {name!r:.100}; this server has {self._model_name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-
-    def _model_card(self) -> dict[str, Any]:
-        return {
-            "id": self._model_name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "octavo",
-            "max_model_len": self._engine.max_model_len,
-        }
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:

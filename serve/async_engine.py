@@ -114,6 +114,7 @@ class AsyncEngine:
         *,
         cache_salt: str = "",
         priority: int = 0,
+        adapter: str | None = None,
     ) -> OutputStream:
         """Submit one request; its outputs come from the stream.
 
@@ -123,7 +124,9 @@ class AsyncEngine:
             EngineDraining: the engine takes no new requests.
             EngineFailed: the engine has stopped.
         """
-        return await self.submit_all([(prompt, params)], cache_salt=cache_salt, priority=priority)
+        return await self.submit_all(
+            [(prompt, params)], cache_salt=cache_salt, priority=priority, adapter=adapter
+        )
 
     async def submit_all(
         self,
@@ -131,6 +134,7 @@ class AsyncEngine:
         *,
         cache_salt: str = "",
         priority: int = 0,
+        adapter: str | None = None,
     ) -> OutputStream:
         """Submit several requests at once, all or none; request i has id `stream.request_ids[i]`.
 
@@ -155,6 +159,7 @@ class AsyncEngine:
                         params,
                         cache_salt=cache_salt,
                         priority=priority,
+                        adapter=adapter,
                         request_id=request_id,
                     )
                 except BaseException:
@@ -207,6 +212,11 @@ class AsyncEngine:
         while self._mailboxes and time.monotonic() < until:
             await asyncio.sleep(_DRAIN_POLL_S)
         return not self._mailboxes
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """The adapters that requests may name now."""
+        return self._engine.adapter_names
 
     def close(self) -> None:
         """Stop the thread; requests still running are cancelled and get `EngineFailed`."""

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -18,6 +19,7 @@ from fastapi import FastAPI
 
 from ..models.chat import ChatTemplateError
 from ..models.loading import LoadedModel, load_model
+from .adapter_cli import load_modules, parse_modules
 from .api import create_app
 from .async_engine import AsyncEngine
 from .config import EngineConfig
@@ -115,6 +117,20 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="What clients call the model; by default its own name.")
     ] = None,
+    lora_modules: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=PATH", help="A LoRA adapter (PEFT directory) to serve; repeat for more."
+        ),
+    ] = None,
+    lora_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Let clients load adapters that lie in this folder.",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None,
     shutdown_timeout: Annotated[
         float, typer.Option(help="Seconds that requests get to finish on SIGTERM.", min=0)
     ] = 10,
@@ -128,15 +144,25 @@ def serve(
     **options: Any,
 ) -> None:
     """Serve MODEL over HTTP in the form of OpenAI's API."""
+    adapters = parse_modules(lora_modules or [])
+    options["max_loras"] = max(options["max_loras"], len(adapters))
     config = _engine_config(options)
+    if lora_dir is not None and not config.max_loras:
+        give_up("--lora-dir needs slots for the adapters: give --max-loras", USAGE_ERROR)
     # The port first: to find it taken after minutes of compilation would be late.
     with _bind(host, port) as listener:
         with quiet_interrupt(), progress_bar() as progress:
             engine = _engine(model, config, progress)
+            name = served_model_name or engine.loaded.name
+            load_modules(engine, adapters, name)
             engine.warmup(progress)
-        name = served_model_name or engine.loaded.name
         with AsyncEngine(engine, metrics=ServerMetrics(name)) as async_engine:
-            app = create_app(async_engine, model_name=name, cache_control=cache_control)
+            app = create_app(
+                async_engine,
+                model_name=name,
+                adapter_dir=lora_dir,
+                cache_control=cache_control,
+            )
             _run_server(app, async_engine, listener, name, shutdown_timeout)
 
 

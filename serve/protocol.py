@@ -262,7 +262,7 @@ class GenerationRequest(StrictBody):
 
     def field_of(self, param: str) -> str:
         """The field of this body that the engine's `param` came from."""
-        return param
+        return "model" if param == "adapter" else param
 
 
 _NEUTRAL = {
@@ -385,4 +385,5 @@ class ChatRequest(GenerationRequest):
         """The field of this body that the engine's `param` came from."""
         if param == "max_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
-        return {"prompt": "messages", "logprobs": "top_logprobs"}.get(param, param)
+        renamed = {"prompt": "messages", "logprobs": "top_logprobs"}
+        return renamed.get(param) or super().field_of(param)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import openai
@@ -43,10 +44,10 @@ class Served:
         return stats
 
 
-def serve_in_thread(async_engine: AsyncEngine) -> Iterator[Served]:
+def serve_in_thread(async_engine: AsyncEngine, **options: Any) -> Iterator[Served]:
     """Runs the server around `async_engine` until the generator is resumed."""
     listener = socket.create_server(("127.0.0.1", 0))
-    app = create_app(async_engine, model_name=MODEL)
+    app = create_app(async_engine, model_name=MODEL, **options)
     server = uvicorn.Server(
         uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5, loop="asyncio")
     )

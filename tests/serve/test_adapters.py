@@ -12,25 +12,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from octavo.models import Llama, LlamaConfig, LoadedModel, LoraAdapter, save_adapter
-from octavo.models.lora import lora_shapes
+from octavo.models import Llama, LoadedModel, LoraAdapter, save_adapter
 from octavo.serve import Engine, InvalidRequest, NoAdapterSlot, SamplingParams
 
-from .tiny import tiny_engine, tiny_model
+from .tiny import RANK, SIZE, SLOTS, lora_engine, tiny_adapter, tiny_engine, tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-RANK, SLOTS = 4, 3
-# One size for all, with few programs.
-SIZE = {"num_blocks": 40, "max_num_seqs": 4, "max_num_batched_tokens": 16}
 
 
 @pytest.fixture(scope="module")
 def tiny(smollm2: LoadedModel) -> LoadedModel:
     return tiny_model(smollm2)
-
-
-def lora_engine(tiny: LoadedModel, **config) -> Engine:
-    return tiny_engine(tiny, **(SIZE | {"max_loras": SLOTS, "max_lora_rank": RANK} | config))
 
 
 @pytest.fixture(scope="module")
@@ -46,21 +38,6 @@ def engine(one_engine: Engine) -> Iterator[Engine]:
         one_engine.unload_adapter(name)
     assert one_engine.stats().num_active_blocks == one_engine.num_unfinished == 0
     one_engine.check_invariants()
-
-
-def adapter(config: LlamaConfig, seed: int, rank: int = 3) -> LoraAdapter:
-    rng = np.random.default_rng(seed)
-
-    def factor(*shape: int) -> np.ndarray:
-        return (0.3 * rng.standard_normal(shape)).astype(np.float32)
-
-    return LoraAdapter(
-        config=config,
-        layers=[
-            {t: (factor(n, rank), factor(rank, out)) for t, (n, out) in lora_shapes(config).items()}
-            for _ in range(config.num_layers)
-        ],
-    )
 
 
 def merged(loaded: LoadedModel, own: LoraAdapter) -> LoadedModel:
@@ -91,7 +68,7 @@ def greedy(engine: Engine, tokens: list[int], name: str | None) -> tuple[int, ..
 def test_a_batch_of_several_adapters_answers_as_each_merged_model_alone(
     tiny: LoadedModel, engine: Engine
 ) -> None:
-    own = [adapter(tiny.config, seed) for seed in range(SLOTS)]
+    own = [tiny_adapter(tiny.config, seed) for seed in range(SLOTS)]
     for i, one in enumerate(own):
         engine.load_adapter(f"a{i}", one)
     # Twice each: the second finds the first one's prefix, which is the others' too in tokens.
@@ -117,7 +94,7 @@ def test_the_cache_is_shared_within_an_adapter_and_by_no_others(
     tiny: LoadedModel, engine: Engine
 ) -> None:
     for name in "abc":
-        engine.load_adapter(name, adapter(tiny.config, 0))  # even with the same weights
+        engine.load_adapter(name, tiny_adapter(tiny.config, 0))  # even with the same weights
     cached = [
         engine.generate(prompt(20, 40), GREEDY, adapter=name)[0].num_cached_tokens
         for name in (None, "a", "b", "a", None)
@@ -130,7 +107,7 @@ def test_the_cache_is_shared_within_an_adapter_and_by_no_others(
 def test_a_reload_never_finds_what_other_weights_computed(
     tiny: LoadedModel, engine: Engine
 ) -> None:
-    first, second = adapter(tiny.config, 3), adapter(tiny.config, 4)
+    first, second = tiny_adapter(tiny.config, 3), tiny_adapter(tiny.config, 4)
     seen, answers = [], []
     for own in (first, second, first):
         version = engine.load_adapter("a", own)
@@ -152,7 +129,7 @@ def test_a_reload_never_finds_what_other_weights_computed(
 def test_a_request_ends_with_the_weights_that_it_began_with(
     tiny: LoadedModel, engine: Engine, change: str
 ) -> None:
-    old, new, third = (adapter(tiny.config, seed) for seed in (5, 6, 7))
+    old, new, third = (tiny_adapter(tiny.config, seed) for seed in (5, 6, 7))
     engine.load_adapter("alone", old)
     want = [greedy(engine, prompt(30 + i, 40), "alone") for i in range(2)]
     engine.unload_adapter("alone")
@@ -182,7 +159,7 @@ def test_a_request_ends_with_the_weights_that_it_began_with(
 
 def test_preemption_and_resuming_keep_the_adapter(tiny: LoadedModel, engine: Engine) -> None:
     for i in range(SLOTS):
-        engine.load_adapter(f"a{i}", adapter(tiny.config, 10 + i))
+        engine.load_adapter(f"a{i}", tiny_adapter(tiny.config, 10 + i))
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     prompts = [prompt(300 + i, 60 + 7 * i) for i in range(5)]
     names = [None, "a0", "a1", "a0", "a2"]
@@ -201,7 +178,7 @@ def test_loading_compiles_nothing_and_overwrites_in_place(tiny: LoadedModel) -> 
     assert count == engine.num_programs == 1 + 3 + 6 + 1 and "load adapter" in names
     before = engine._runner.adapters.leaves
     for seed in range(5):
-        engine.load_adapter("a", adapter(tiny.config, seed, rank=1 + seed % RANK))
+        engine.load_adapter("a", tiny_adapter(tiny.config, seed, rank=1 + seed % RANK))
         engine.generate([prompt(seed, 20), prompt(seed, 30)], GREEDY, adapter=["a", None])
     assert engine.num_programs == count
     assert all(array.is_deleted() for array in before)
@@ -210,22 +187,22 @@ def test_loading_compiles_nothing_and_overwrites_in_place(tiny: LoadedModel) -> 
 def test_what_cannot_be_loaded_changes_nothing(
     tiny: LoadedModel, engine: Engine, tmp_path: Path
 ) -> None:
-    save_adapter(adapter(tiny.config, 0), tmp_path / "a")
+    save_adapter(tiny_adapter(tiny.config, 0), tmp_path / "a")
     engine.load_adapter("a", tmp_path / "a")
     want = greedy(engine, prompt(50, 20), "a")
     other = replace(tiny.config, rope_theta=500.0)
-    broken = adapter(tiny.config, 1)
+    broken = tiny_adapter(tiny.config, 1)
     broken.layers[0]["q_proj"][0][0, 0] = np.inf
     for own, message in (
-        (adapter(tiny.config, 1, rank=5), "rank 5; .* max_lora_rank=4"),
-        (adapter(other, 1), "another configuration"),
+        (tiny_adapter(tiny.config, 1, rank=5), "rank 5; .* max_lora_rank=4"),
+        (tiny_adapter(other, 1), "another configuration"),
         (broken, "not finite"),
         (tmp_path / "b", "has no adapter_config.json"),
     ):
         with pytest.raises(ValueError, match=message):
             engine.load_adapter("a", own)
     with pytest.raises(ValueError, match="must not be empty"):
-        engine.load_adapter("", adapter(tiny.config, 1))
+        engine.load_adapter("", tiny_adapter(tiny.config, 1))
     with pytest.raises(InvalidRequest, match="'b' is not loaded; loaded: 'a'"):
         engine.unload_adapter("b")
     with pytest.raises(ValueError, match="2 adapters for 1 prompts"):

@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from flax import nnx
 
-from octavo.models import Llama, LlamaConfig, LoadedModel
+from octavo.models import Llama, LlamaConfig, LoadedModel, LoraAdapter
+from octavo.models.lora import lora_shapes
 from octavo.serve import Engine, EngineConfig
 
 
@@ -38,3 +40,27 @@ def tiny_engine(loaded: LoadedModel, **config) -> Engine:
     settings: dict[str, Any] = {"num_blocks": 256, "block_size": 8, "max_num_seqs": 8}
     settings |= {"max_num_batched_tokens": 64, "compilation_cache_dir": ""} | config
     return Engine(loaded, EngineConfig(**settings))
+
+
+RANK, SLOTS = 4, 3
+# Engines with adapters have one size, and few programs.
+SIZE = {"num_blocks": 40, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+
+
+def lora_engine(tiny: LoadedModel, **config) -> Engine:
+    return tiny_engine(tiny, **(SIZE | {"max_loras": SLOTS, "max_lora_rank": RANK} | config))
+
+
+def tiny_adapter(config: LlamaConfig, seed: int, rank: int = 3) -> LoraAdapter:
+    rng = np.random.default_rng(seed)
+
+    def factor(*shape: int) -> np.ndarray:
+        return (0.3 * rng.standard_normal(shape)).astype(np.float32)
+
+    return LoraAdapter(
+        config=config,
+        layers=[
+            {t: (factor(n, rank), factor(rank, out)) for t, (n, out) in lora_shapes(config).items()}
+            for _ in range(config.num_layers)
+        ],
+    )
