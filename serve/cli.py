@@ -29,6 +29,7 @@ from .console import (
     ProgressFn,
     err,
     give_up,
+    print_programs,
     progress_bar,
     quiet_interrupt,
 )
@@ -141,6 +142,12 @@ def serve(
             help="Let clients explain, pin and reset the cache; they see what others have cached.",
         ),
     ] = False,
+    explain_compile: Annotated[
+        bool,
+        typer.Option(
+            "--explain-compile", help="List the programs that are compiled, and why; do not serve."
+        ),
+    ] = False,
     **options: Any,
 ) -> None:
     """Serve MODEL over HTTP in the form of OpenAI's API."""
@@ -149,6 +156,12 @@ def serve(
     config = _engine_config(options)
     if lora_dir is not None and not config.max_loras:
         give_up("--lora-dir needs slots for the adapters: give --max-loras", USAGE_ERROR)
+    if explain_compile:
+        with quiet_interrupt():
+            with progress_bar() as progress:
+                engine = _engine(model, config, progress)
+            print_programs(engine.explain_compile())
+        return
     # The port first: to find it taken after minutes of compilation would be late.
     with _bind(host, port) as listener:
         with quiet_interrupt(), progress_bar() as progress:

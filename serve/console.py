@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 
 import typer
@@ -16,6 +16,8 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+
+from .explain_compile import ProgramReport
 
 ProgressFn = Callable[[int, int, str], None]
 
@@ -57,3 +59,14 @@ def progress_bar() -> Iterator[ProgressFn]:
             bar.update(task, completed=done, total=total or None, description=what)
 
         yield show
+
+
+def print_programs(reports: Iterable[ProgramReport]) -> None:
+    """A line on stdout for each compiled program, as it is done, and one for all of them."""
+    num_programs, total = 0, 0.0
+    for report in reports:
+        num_programs, total = num_programs + 1, total + report.seconds
+        how = "loaded" if report.was_kept else "compiled"
+        what = f"{report.name:<16}{report.size:<14}"
+        typer.echo(f"{what} {how:<9}{report.seconds:7.2f} s  {report.why}")
+    typer.echo(f"{num_programs} programs, {total:.1f} s; serving compiles no others")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from .adapter_control import AdapterControl
 from .config import EngineConfig
 from .deadlines import Deadlines
 from .decode_pace import DecodePace
+from .explain_compile import ProgramReport, explain_programs
 from .intake import Intake, Prompt
 from .lifecycle import Lifecycle
 from .logprobs import report
@@ -412,6 +413,10 @@ class Engine(Lifecycle, AdapterControl):
             The number of programs.
         """
         return compile_all(self._runner.warmups(), progress or (lambda *_: None))
+
+    def explain_compile(self) -> Iterator[ProgramReport]:
+        """Compile every program, one after the other, and say what each is for."""
+        return explain_programs(self._runner.warmups())
 
     @property
     def num_programs(self) -> int:
