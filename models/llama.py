@@ -159,6 +159,18 @@ class Llama(nnx.Module):
         Returns:
             `(logits float32[R, V], kv_cache)`, logits for the tokens in `batch.logit_rows`.
         """
+        x, kv_cache = self.hidden(tokens, positions, kv_cache, batch, lora)
+        return self.logits(x[batch.logit_rows], batch.batch_invariant), kv_cache
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        kv_cache: KVCache,
+        batch: PagedBatch,
+        lora: LoraBatch | None = None,
+    ) -> tuple[jax.Array, KVCache]:
+        """As a call, but returns what the last layer makes of every token, `[T, D]`."""
         x = self.embed[...][tokens]
         angles = rope_angles(positions, self.config)
         caches = []
@@ -166,13 +178,17 @@ class Llama(nnx.Module):
             own = None if lora is None else (lora.stack[i], lora.tokens)
             x, cache = _run_layer(*nnx.split(layer), x, angles, cache, batch, own)
             caches.append(cache)
-        x = rms_norm(x[batch.logit_rows], self.norm[...], self.config.rms_norm_eps)
+        return x, tuple(caches)
+
+    def logits(self, x: jax.Array, batch_invariant: bool = False) -> jax.Array:
+        """Logits `float32[R, V]` of hidden states `x: [R, D]`."""
+        x = rms_norm(x, self.norm[...], self.config.rms_norm_eps)
         head = self.embed if self.head is None else self.head
 
-        def logits(rows: jax.Array) -> jax.Array:
+        def product(rows: jax.Array) -> jax.Array:
             return jnp.einsum("rd,vd->rv", rows, head[...], preferred_element_type=jnp.float32)
 
-        return _by_rows(logits, x, batch.batch_invariant), tuple(caches)
+        return _by_rows(product, x, batch_invariant)
 
 
 # Traced once and called L times: without this the trace, which no compilation cache saves, takes

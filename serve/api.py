@@ -16,6 +16,7 @@ from ..models.chat import ChatTemplateError
 from .async_engine import AsyncEngine
 from .body_limit import BodyLimit
 from .cache_api import install_cache_routes
+from .echo import Echo
 from .errors import ApiError, install_error_handlers, refusal
 from .output_stream import EngineFailed
 from .protocol import ChatRequest, CompletionRequest, GenerationRequest, Message
@@ -142,12 +143,18 @@ class _Server:
             )
         except InvalidRequest as error:
             raise refusal(error, body.field_of(error.param)) from None
+        echoes = []
+        if body.echoes_prompt:  # their tokens are known to be valid by now
+            tokenizer = self._engine.loaded.tokenizer
+            echoes = await asyncio.to_thread(lambda: [Echo.of(p, tokenizer) for p in prompts])
         answer = Answer(
             form,
             model=body.model,
             stream=stream,
             tokenizer=self._engine.loaded.tokenizer,
             num_logprobs=body.num_logprobs,
+            echoes=echoes,
+            with_prompt_logprobs=body.prompt_logprobs is not None,
             num_choices=body.num_choices,
             include_usage=body.include_usage,
         )

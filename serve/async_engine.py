@@ -305,8 +305,15 @@ class AsyncEngine:
             if (mailbox := self._mailboxes.get(request_id)) is None:
                 continue
             self._engine.cancel(request_id)
-            last = replace(mailbox.last, text="", token_ids=(), logprobs=None)
-            cancelled.append(replace(last, finish_reason="cancelled"))
+            last = _nothing_yet(request_id, mailbox.last.num_prompt_tokens)
+            cancelled.append(
+                replace(
+                    last,
+                    finish_reason="cancelled",
+                    num_cached_tokens=mailbox.last.num_cached_tokens,
+                    num_generated_tokens=mailbox.last.num_generated_tokens,
+                )
+            )
         self._hand_out(cancelled)
         return len(cancelled)
 

@@ -204,7 +204,8 @@ class Engine(Lifecycle, AdapterControl):
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = request.num_computed
                 self._count["prompt_tokens"] += request.num_prompt_tokens
-                self._count["prefix_query_tokens"] += request.num_prompt_tokens
+                if not request.scores_prompt:
+                    self._count["prefix_query_tokens"] += request.num_prompt_tokens
                 self._count["prefix_hit_tokens"] += request.num_computed
 
     def _admit(self, request: Request) -> int | None:

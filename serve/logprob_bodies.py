@@ -25,21 +25,28 @@ class CompletionLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
-    def body(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs]) -> dict[str, Any]:
-        """The tokens that follow those of the last call."""
+    def body(
+        self, token_ids: Sequence[int], logprobs: Sequence[Logprobs | None], prompt: str = ""
+    ) -> dict[str, Any]:
+        """The tokens that follow those of the last call, `prompt` being the text of the first.
+
+        Special tokens are no part of the text unless they are written out in the prompt.
+        """
         offsets = []
         for token in token_ids:
             offsets.append(self._offset)
-            if token not in self._tokenizer.special_ids:
-                piece = self._decoder.decode(self._tokenizer.token_bytes(token))
-                self._offset += len(piece)
+            raw = self._tokenizer.token_bytes(token)
+            special = token in self._tokenizer.special_ids
+            if not special or prompt.startswith(self._text(token), self._offset):
+                self._offset += len(self._decoder.decode(raw))
         return {
             "tokens": [self._text(token) for token in token_ids],
             "token_logprobs": [
-                _number(entry[token]) for token, entry in zip(token_ids, logprobs, strict=True)
+                entry and _number(entry[token])
+                for token, entry in zip(token_ids, logprobs, strict=True)
             ],
             "top_logprobs": [
-                {self._text(token): _number(one) for token, one in entry.items()}
+                entry and {self._text(token): _number(one) for token, one in entry.items()}
                 for entry in logprobs
             ],
             "text_offset": offsets,
@@ -60,11 +67,14 @@ class ChatLogprobs:
         self._tokenizer = tokenizer
         self._num_top = num_top
 
-    def body(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs]) -> dict[str, Any]:
-        """The tokens that follow those of the last call."""
+    def body(
+        self, token_ids: Sequence[int], logprobs: Sequence[Logprobs | None], prompt: str = ""
+    ) -> dict[str, Any]:
+        """The tokens that follow those of the last call; a chat shows none of its prompt."""
         content = [
             self._token(token, entry[token]) | {"top_logprobs": self._top(entry)}
             for token, entry in zip(token_ids, logprobs, strict=True)
+            if entry is not None
         ]
         return {"content": content, "refusal": None}
 

@@ -37,6 +37,8 @@ class RequestOutput:
         num_cached_tokens: tokens of the prompt that were found in the cache.
         num_generated_tokens: tokens generated so far.
         logprobs: one for each of `token_ids`, or None if they are not wanted.
+        prompt_logprobs: one for each token of the prompt, None for the first, in the first output
+            that has tokens; None elsewhere, and if they are not wanted.
     """
 
     request_id: str
@@ -47,6 +49,7 @@ class RequestOutput:
     num_cached_tokens: int
     num_generated_tokens: int
     logprobs: tuple[Logprobs, ...] | None = None
+    prompt_logprobs: tuple[Logprobs | None, ...] | None = None
 
     @property
     def finished(self) -> bool:
@@ -64,6 +67,7 @@ class Completion:
     num_prompt_tokens: int
     num_cached_tokens: int
     logprobs: tuple[Logprobs, ...] | None = None
+    prompt_logprobs: tuple[Logprobs | None, ...] | None = None
 
     @classmethod
     def of(cls, parts: Sequence[RequestOutput]) -> Completion:
@@ -79,6 +83,7 @@ class Completion:
             logprobs=None
             if last.logprobs is None
             else tuple(entry for part in parts for entry in part.logprobs or ()),
+            prompt_logprobs=next((p.prompt_logprobs for p in parts if p.prompt_logprobs), None),
         )
 
 

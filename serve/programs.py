@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from ..paged import PagedBatch, packed_batch, shared_prefixes, token_slots
 from .draw import draw
 from .logprobs import TokenLogprobs, no_logprobs
 from .program import Program
+from .prompt_logprobs import score
 from .seats import SeatParams
 from .speculation import speculate
 
@@ -40,6 +42,7 @@ class PackedRows:
         query_len: the step's own tokens.
         adapter: slot of the sequence's adapter, 0 for none.
         draws: `bool[R]`, whether these are all tokens of the sequence, so that one may follow.
+        scored: `bool[R]`, whether it wants to know how likely its own tokens are.
     """
 
     seat: jax.Array | np.ndarray
@@ -47,6 +50,7 @@ class PackedRows:
     query_len: jax.Array | np.ndarray
     adapter: jax.Array | np.ndarray
     draws: jax.Array | np.ndarray
+    scored: jax.Array | np.ndarray
 
 
 @jax.tree_util.register_dataclass
@@ -135,12 +139,18 @@ class ModelSteps:
 
     def _model(
         self, weights: list[jax.Array], adapter: jax.Array
-    ) -> Callable[..., tuple[jax.Array, KVCache]]:
-        """The model, its tokens with the adapters in the slots `adapter: int32[T]`."""
+    ) -> tuple[Llama, LoraBatch | None]:
+        """The model, and the adapters in the slots `adapter: int32[T]` for its tokens."""
         own, others = weights[: len(self.weights)], weights[len(self.weights) :]
         model = nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, own))
         stack = jax.tree.unflatten(self._lora_treedef, others)
-        lora = None if stack is None else LoraBatch.of(stack, adapter)
+        return model, None if stack is None else LoraBatch.of(stack, adapter)
+
+    def _run_fn(
+        self, weights: list[jax.Array], adapter: jax.Array
+    ) -> Callable[..., tuple[jax.Array, KVCache]]:
+        """A call of the model with these adapters."""
+        model, lora = self._model(weights, adapter)
 
         def run(
             tokens: jax.Array, positions: jax.Array, kv_cache: KVCache, batch: PagedBatch
@@ -159,8 +169,11 @@ class ModelSteps:
         params: SeatParams,
         tokens: jax.Array,
         rows: PackedRows,
-    ) -> tuple[Drawn, KVCache, jax.Array]:
-        """Compute packed `tokens: int32[T]`; returns each row's next token `[1, R]`."""
+    ) -> tuple[Drawn, TokenLogprobs, KVCache, jax.Array]:
+        """Compute packed `tokens: int32[T]`; returns each row's next token `[1, R]`.
+
+        And how likely the token was that follows each of `tokens`, `[T]`, if its row is scored.
+        """
         batch, position = packed_batch(
             block_ids[rows.seat],
             jnp.asarray(rows.context_len),
@@ -168,16 +181,22 @@ class ModelSteps:
             num_tokens=tokens.shape[0],
             block_size=self._block_size,
         )
-        adapter = jnp.repeat(
-            jnp.asarray(rows.adapter),
-            jnp.asarray(rows.query_len),
-            total_repeat_length=tokens.shape[0],
-        )
-        logits, kv_cache = self._model(weights, adapter)(tokens, position, kv_cache, batch)
+
+        def of_each_token(x: jax.Array | np.ndarray) -> jax.Array:
+            lens, size = jnp.asarray(rows.query_len), tokens.shape[0]
+            return jnp.repeat(jnp.asarray(x), lens, total_repeat_length=size)
+
+        model, lora = self._model(weights, of_each_token(rows.adapter))
+        batch = replace(batch, batch_invariant=self._deterministic)
+        hidden, kv_cache = model.hidden(tokens, position, kv_cache, batch, lora)
+        logits_fn = partial(model.logits, batch_invariant=self._deterministic)
+        following = history.at[of_each_token(rows.seat), position + 1].get(mode="clip")
+        scores = score(logits_fn, hidden, following, of_each_token(rows.scored))
+        logits = logits_fn(hidden[batch.logit_rows])
         seat, context_len, draws = map(jnp.asarray, (rows.seat, rows.context_len, rows.draws))
         token, logprobs, history = draw(logits, history, params, seat, context_len, draws)
         drawn = Drawn(tokens=token, logprobs=logprobs)
-        return jax.tree.map(lambda x: x[None], drawn), kv_cache, history
+        return jax.tree.map(lambda x: x[None], drawn), scores, kv_cache, history
 
     def _decode(
         self,
@@ -193,7 +212,7 @@ class ModelSteps:
 
         A row stops after one of its stop tokens or at its limit.
         """
-        model = self._model(weights, jnp.asarray(rows.adapter))
+        model = self._run_fn(weights, jnp.asarray(rows.adapter))
         seat, num_rows = jnp.asarray(rows.seat), rows.seat.shape[0]
         row = jnp.arange(num_rows, dtype=jnp.int32)
         tables, stop_ids = block_ids[seat], params.stop_ids[seat]
@@ -255,7 +274,7 @@ class ModelSteps:
         seat, context_len, limit = map(jnp.asarray, (rows.seat, rows.context_len, rows.limit))
 
         def model(tokens: jax.Array, *args: Any, row: jax.Array) -> tuple[jax.Array, KVCache]:
-            return self._model(weights, jnp.asarray(rows.adapter)[row])(tokens, *args)
+            return self._run_fn(weights, jnp.asarray(rows.adapter)[row])(tokens, *args)
 
         (tokens, logprobs, checked), kv_cache, history = speculate(
             model,

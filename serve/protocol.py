@@ -205,6 +205,9 @@ class GenerationRequest(StrictBody):
     repetition_penalty: float | None = Field(
         default=None, description="An extension; 1 does nothing."
     )
+    prompt_logprobs: int | None = Field(
+        default=None, description="An extension; not for streams. The prompt is computed whole."
+    )
     min_tokens: int | None = Field(default=None, description="An extension.")
     ignore_eos: bool | None = Field(default=None, description="An extension.")
     stop_token_ids: list[int] | None = Field(default=None, description="An extension.")
@@ -219,9 +222,11 @@ class GenerationRequest(StrictBody):
     )
 
     @model_validator(mode="after")
-    def _usage_only_in_a_stream(self) -> GenerationRequest:
+    def _fits_a_stream(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise fail("`stream_options` is only for `stream`: true", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise fail("`prompt_logprobs` is not for streams", param="prompt_logprobs")
         return self
 
     @property
@@ -239,6 +244,16 @@ class GenerationRequest(StrictBody):
         """How many of the likeliest tokens are reported with each one; None for no report."""
         raise NotImplementedError
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the tokens of the prompt."""
+        return self.prompt_logprobs
+
+    @property
+    def echoes_prompt(self) -> bool:
+        """Whether the prompt comes first in each answer."""
+        return False
+
     def _token_limit(self) -> int | None:
         raise NotImplementedError
 
@@ -255,6 +270,7 @@ class GenerationRequest(StrictBody):
                 stop=self.stop,
                 stop_token_ids=tuple(self.stop_token_ids or ()),
                 logprobs=self.num_logprobs,
+                prompt_logprobs=self.num_prompt_logprobs,
                 **given,
             )
             for seed in seeds
@@ -267,7 +283,6 @@ class GenerationRequest(StrictBody):
 
 _NEUTRAL = {
     "length_penalty": (None, 1, 1.0),
-    "prompt_logprobs": (None,),
     "use_beam_search": (None, False),
     "skip_special_tokens": (None, True),
     "include_stop_str_in_output": (None, False),
@@ -279,13 +294,20 @@ class CompletionRequest(GenerationRequest):
 
     neutral = _NEUTRAL | {
         "best_of": (None, 1),
-        "echo": (None, False),
         "suffix": (None, ""),
         "add_special_tokens": (None, True),
     }
 
     prompt: Prompts
     logprobs: int | None = None
+    echo: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_report_on_the_prompt(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None and self.prompt_logprobs is not None:
+            message = "`echo` with `logprobs` reports on the prompt; leave `prompt_logprobs` out"
+            raise fail(message, param="prompt_logprobs")
+        return self
 
     @model_validator(mode="after")
     def _not_too_many(self) -> CompletionRequest:
@@ -298,6 +320,16 @@ class CompletionRequest(GenerationRequest):
     def num_logprobs(self) -> int | None:
         """How many of the likeliest tokens are reported with each one; None for no report."""
         return self.logprobs
+
+    @property
+    def echoes_prompt(self) -> bool:
+        """Whether the prompt comes first in each answer."""
+        return bool(self.echo)
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the tokens of the prompt."""
+        return self.logprobs if self.echo and self.logprobs is not None else self.prompt_logprobs
 
     def _token_limit(self) -> int | None:
         return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens

@@ -31,6 +31,7 @@ class Request:
         num_computed: tokens whose keys and values are in the cache.
         num_published: blocks that the index has seen.
         num_cached_tokens: prompt tokens found in the cache when it was first admitted.
+        prompt_logprobs: one for each prompt token where they are wanted, None for the first.
     """
 
     request_id: str
@@ -52,6 +53,7 @@ class Request:
     num_published: int = 0
     num_cached_tokens: int | None = None
     finish_reason: FinishReason | None = None
+    prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
     _new_text: list[str] = field(default_factory=list)
     _new_tokens: list[int] = field(default_factory=list)
     _new_logprobs: list[Logprobs] = field(default_factory=list)
@@ -65,6 +67,15 @@ class Request:
     def needs_prefill(self) -> bool:
         """Whether more than the newest token waits to be computed."""
         return self.num_computed < self.num_tokens - 1 or self.num_generated == 0
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether it has yet to find out how likely its prompt's tokens are."""
+        return self.params.prompt_logprobs is not None and self.num_generated == 0
+
+    def __post_init__(self) -> None:
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None] * self.num_prompt_tokens
 
     def add_token(self, token_id: int, logprobs: Logprobs | None = None) -> None:
         """Take a sampled token and decide whether it is the last."""
@@ -92,6 +103,9 @@ class Request:
 
     def take_output(self) -> RequestOutput:
         """What was gained since the last call."""
+        prompt_logprobs = None
+        if self.prompt_logprobs and self.num_generated > 0:
+            prompt_logprobs, self.prompt_logprobs = tuple(self.prompt_logprobs), []
         output = RequestOutput(
             request_id=self.request_id,
             text="".join(self._new_text),
@@ -101,6 +115,7 @@ class Request:
             num_cached_tokens=self.num_cached_tokens or 0,
             num_generated_tokens=self.num_generated,
             logprobs=None if self.params.logprobs is None else tuple(self._new_logprobs),
+            prompt_logprobs=prompt_logprobs,
         )
         self._new_text.clear()
         self._new_tokens.clear()

@@ -13,6 +13,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ..models import Tokenizer
+from .echo import Echo, prompt_logprobs_body
 from .errors import engine_error
 from .logprob_bodies import ChatLogprobs, CompletionLogprobs
 from .output_stream import EngineFailed, OutputStream
@@ -57,6 +58,11 @@ class CompletionFormat:
         """A piece of a choice in a stream."""
         return self.choice(index, text, logprobs, finish_reason)
 
+    def add_prompt_logprobs(self, body: dict[str, Any], prompts: list[list[Body]]) -> None:
+        """Put in what is known of each choice's prompt, as vLLM does."""
+        for choice, entries in zip(body["choices"], prompts, strict=True):
+            choice["prompt_logprobs"] = entries
+
 
 class ChatFormat:
     """The bodies of /v1/chat/completions."""
@@ -91,6 +97,10 @@ class ChatFormat:
             "finish_reason": _FINISH_REASONS[reason],
         }
 
+    def add_prompt_logprobs(self, body: dict[str, Any], prompts: list[list[Body]]) -> None:
+        """Put in what is known of the prompt, which all choices share, as vLLM does."""
+        body["prompt_logprobs"] = prompts[0]
+
 
 class Answer:
     """The answer to one API request, made of the outputs of its engine requests.
@@ -101,6 +111,8 @@ class Answer:
         stream: the outputs; request `p * num_choices + c` is choice c of prompt p.
         tokenizer: shows the tokens that logprobs speak of.
         num_logprobs: likeliest tokens to show with each token; None shows no logprobs.
+        echoes: the prompts, if each is to stand before its choices.
+        with_prompt_logprobs: whether to show how likely the prompts' tokens are.
         num_choices: choices per prompt.
         include_usage: whether a stream ends with token counts.
     """
@@ -113,6 +125,8 @@ class Answer:
         stream: OutputStream,
         tokenizer: Tokenizer,
         num_logprobs: int | None,
+        echoes: Sequence[Echo],
+        with_prompt_logprobs: bool,
         num_choices: int,
         include_usage: bool,
     ) -> None:
@@ -122,6 +136,8 @@ class Answer:
         self._include_usage = include_usage
         self._index = {request_id: i for i, request_id in enumerate(stream.request_ids)}
         self._last: list[RequestOutput | None] = [None] * len(stream.request_ids)
+        self._tokenizer, self._with_prompt_logprobs = tokenizer, with_prompt_logprobs
+        self._to_echo = {i: echoes[i // num_choices] for i in self._index.values() if echoes}
         self._logprobs = None
         if num_logprobs is not None:
             self._logprobs = [form.logprobs(tokenizer, num_logprobs) for _ in self._last]
@@ -139,10 +155,13 @@ class Answer:
                 parts[self._note(output)].append(output)
         choices = []
         for i, outputs in enumerate(parts):
-            text = "".join([output.text for output in outputs])
-            logprobs = self._shown_logprobs(i, outputs)
+            text, logprobs = self._shown(i, outputs)
             choices.append(self._form.choice(i, text, logprobs, outputs[-1].finish_reason))
         body = {**self._head, "object": self._form.whole, "choices": choices}
+        if self._with_prompt_logprobs:
+            found = [[o.prompt_logprobs for o in outputs if o.prompt_logprobs] for outputs in parts]
+            shown = [prompt_logprobs_body(self._tokenizer, *entries) for entries in found]
+            self._form.add_prompt_logprobs(body, shown)
         return body | {"usage": self._usage()}
 
     def events(self) -> EventStream:
@@ -168,18 +187,28 @@ class Answer:
         self._note(output)
         opening = self._form.opening(index) if is_first else None
         deltas: list[Body] = [] if opening is None else [opening]
-        logprobs = self._shown_logprobs(index, [output])
+        text, logprobs = self._shown(index, [output])
         # Half a character, or what may yet become a stop string, is no text: nothing to say.
-        if output.text or output.finished or logprobs is not None:
-            deltas.append(self._form.delta(index, output.text, logprobs, output.finish_reason))
+        if text or output.finished or logprobs is not None:
+            deltas.append(self._form.delta(index, text, logprobs, output.finish_reason))
         return deltas
 
-    def _shown_logprobs(self, index: int, outputs: Sequence[RequestOutput]) -> Body:
+    def _shown(self, index: int, outputs: Sequence[RequestOutput]) -> tuple[str, Body]:
+        """Text and logprobs of outputs of a choice, behind its prompt if that is to come first."""
+        echo = self._to_echo.pop(index, None)
+        text = "".join([output.text for output in outputs])
+        if echo is not None:
+            text = echo.text + text
         if self._logprobs is None:
-            return None
+            return text, None
+        writer = self._logprobs[index]
         token_ids = [token for output in outputs for token in output.token_ids]
         logprobs = [entry for output in outputs for entry in output.logprobs or ()]
-        return self._logprobs[index].body(token_ids, logprobs)
+        if echo is None:
+            return text, writer.body(token_ids, logprobs)
+        found = next((o.prompt_logprobs for o in outputs if o.prompt_logprobs), None)
+        prompt = found or (None,) * len(echo.token_ids)
+        return text, writer.body([*echo.token_ids, *token_ids], [*prompt, *logprobs], echo.text)
 
     def _event(self, choices: list[Body], usage: dict[str, Any] | None = None) -> str:
         body = {**self._head, "object": self._form.chunk, "choices": choices}

@@ -27,17 +27,22 @@ def packed_rows(
     """The next `count` tokens of each (request, count): `int32[num_tokens]` and their rows."""
     tokens = np.zeros(num_tokens, np.int32)
     seat, context_len, query_len, adapter = np.zeros((4, num_rows), np.int32)
-    draws = np.zeros(num_rows, np.bool_)
+    draws, scored = np.zeros((2, num_rows), np.bool_)
     at = 0
     for i, (request, count) in enumerate(work):
         begin = request.num_computed
         tokens[at : at + count] = request.tokens[begin : begin + count]
         seat[i], query_len[i], context_len[i] = seat_of(request), count, begin + count
         adapter[i] = adapter_slot(request)
-        draws[i] = begin + count == request.num_tokens
+        draws[i], scored[i] = begin + count == request.num_tokens, request.scores_prompt
         at += count
     return tokens, PackedRows(
-        seat=seat, context_len=context_len, query_len=query_len, adapter=adapter, draws=draws
+        seat=seat,
+        context_len=context_len,
+        query_len=query_len,
+        adapter=adapter,
+        draws=draws,
+        scored=scored,
     )
 
 

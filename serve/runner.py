@@ -24,6 +24,7 @@ from .layout import CacheLayout
 from .prefix_lens import PrefixLens
 from .program import Program
 from .programs import Drawn, KVCache, ModelSteps, bucket_for, buckets
+from .prompt_logprobs import record
 from .request import Request
 from .rows import decode_rows, packed_rows, seat_of
 from .seats import SeatParams, init_seats, no_params, params_of, take_seat
@@ -249,9 +250,11 @@ class ModelRunner:
         """
         size = bucket_for(sum(count for _, count in work), self._token_buckets)
         tokens, rows = packed_rows(work, size, self._num_rows(size))
-        drawn, self._kv_cache, self._history = self._steps.packed(
+        drawn, scores, self._kv_cache, self._history = self._steps.packed(
             size, *self._step_args(), tokens, rows
         )
+        if any(request.scores_prompt for request, _ in work):
+            record(work, jax.device_get(scores))
         return _fetch(drawn, [request for request, _ in work])
 
     def decode(self, requests: Sequence[Request], num_steps: int) -> Drawn:
@@ -356,14 +359,16 @@ class ModelRunner:
 
     def _admit_args(self, seat: int, request: Request | None = None) -> tuple:
         padded = np.zeros((self.layout.blocks_per_seq, self._config.block_size), np.int32)
-        num_tokens = namespace = 0
+        num_tokens = namespace = most = 0
         resumed = False
         if request is not None:
             num_tokens, namespace = request.num_tokens, request.namespace
-            resumed = request.num_cached_tokens is not None
+            # Only what is looked up counts, and once.
+            resumed = request.num_cached_tokens is not None or request.scores_prompt
+            most = 0 if request.scores_prompt else num_tokens - 1
             padded.reshape(-1)[:num_tokens] = request.tokens[:num_tokens]
         params = no_params() if request is None else params_of(request)
-        numbers = np.int32(num_tokens), np.int32(namespace), np.bool_(resumed)
+        numbers = *map(np.int32, (num_tokens, namespace, most)), np.bool_(resumed)
         return self._history, self._params, np.int32(seat), padded, *numbers, params
 
     def _no_filled_blocks(self) -> paged.FilledBlocks:
@@ -383,6 +388,7 @@ def _admit(
     tokens: jax.Array,
     num_tokens: jax.Array,
     namespace: jax.Array,
+    max_cached_tokens: jax.Array,
     resumed: jax.Array,
     own_params: SeatParams,
 ) -> tuple[paged.CacheState, paged.BlockTables, jax.Array, SeatParams, paged.Admission]:
@@ -390,7 +396,14 @@ def _admit(
     history = history.at[seat].set(tokens.reshape(-1))
     params = take_seat(params, seat, own_params)
     state, tables, admission = paged.admit(
-        state, tables, seat, tokens, num_tokens, namespace, resumed=resumed
+        state,
+        tables,
+        seat,
+        tokens,
+        num_tokens,
+        namespace,
+        max_cached_tokens=max_cached_tokens,
+        resumed=resumed,
     )
     return state, tables, history, params, admission
 

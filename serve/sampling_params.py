@@ -50,6 +50,8 @@ class SamplingParams:
         min_tokens: until so many tokens are there none ends the text, and no stop string does.
         logprobs: report how likely each token was, and this many of the likeliest (0 to 20), by
             the model's own distribution; None reports nothing.
+        prompt_logprobs: the same for the tokens of the prompt, which is then computed whole,
+            whatever the cache holds of it.
 
     Raises:
         InvalidRequest: a value is out of range.
@@ -71,6 +73,7 @@ class SamplingParams:
     timeout_s: float | None = None
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         def check(param: str, valid: bool, expected: str) -> None:
@@ -155,9 +158,10 @@ class SamplingParams:
             and (self.max_tokens is None or self.min_tokens <= self.max_tokens),
             "an integer of at least 0 and at most max_tokens",
         )
-        check(
-            "logprobs",
-            self.logprobs is None
-            or (integer(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
-            f"an integer between 0 and {MAX_LOGPROBS}",
-        )
+        for report in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, report)
+            check(
+                report,
+                value is None or (integer(value) and 0 <= value <= MAX_LOGPROBS),
+                f"an integer between 0 and {MAX_LOGPROBS}",
+            )

@@ -201,7 +201,7 @@ class Scheduler:
 
     def _follows(self, request: Request) -> bool:
         """Whether a running request is about to compute blocks that this one shares."""
-        if not self._share:
+        if not self._share or request.scores_prompt:
             return False
         size = self._block_size
         usable = (request.num_tokens - 1) // size

@@ -69,7 +69,7 @@ BAD_COMPLETIONS = [
     ({"cache_salt": ""}, "cache_salt"),
     ({"cache_salt": 1}, "cache_salt"),
     ({"user": 1}, "user"),
-    ({"echo": True}, "echo"),
+    ({"echo": 1}, "echo"),
     ({"best_of": 2}, "best_of"),
     ({"suffix": "end"}, "suffix"),
     ({"messages": []}, "messages"),

@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import httpx
-import jax
-import jax.numpy as jnp
 import numpy as np
 import openai
 import pytest
 
 from octavo.models import LoadedModel
-from octavo.paged import packed_batch
-from octavo.pallas_kernels import cache_shape, init_kv_cache
 from octavo.serve import Engine, SamplingParams
 from octavo.serve.async_engine import AsyncEngine
 from octavo.serve.logprob_bodies import ChatLogprobs, CompletionLogprobs
 from octavo.serve.outputs import Logprob
 
 from .conftest import MODEL, Served, serve_in_thread
-from .tiny import tiny_engine, tiny_model
+from .tiny import assert_logprob, next_tokens, tiny_engine, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -35,28 +31,7 @@ def engine(tiny: LoadedModel) -> Engine:
 
 @pytest.fixture(scope="module")
 def reference(tiny: LoadedModel):
-    """From tokens to the log-distribution of each next one, `float64[n, V]`, in one step."""
-    size, length = 16, 128
-
-    @jax.jit
-    def logits(tokens: jax.Array, count: jax.Array) -> jax.Array:
-        shape = cache_shape(1 + length // size, 2, size, 16, "cpu")
-        tables = jnp.arange(1, 1 + length // size, dtype=jnp.int32)[None]
-        batch, position = packed_batch(
-            tables, count[None], count[None], num_tokens=length, block_size=size
-        )
-        every = jnp.arange(length, dtype=jnp.int32)
-        batch = type(batch)(**{**vars(batch), "logit_rows": every})
-        return tiny.model(tokens, position, init_kv_cache(2, shape, jnp.float32), batch)[0]
-
-    def distribution(tokens: list[int]) -> np.ndarray:
-        padded = np.zeros(length, np.int32)
-        padded[: len(tokens)] = tokens
-        out = np.asarray(logits(padded, np.int32(len(tokens))), np.float64)[: len(tokens)]
-        top = out.max(axis=-1, keepdims=True)
-        return out - top - np.log(np.exp(out - top).sum(axis=-1, keepdims=True))
-
-    return distribution
+    return next_tokens(tiny)
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -90,8 +65,7 @@ def test_logprobs_are_those_of_the_models_own_distribution(engine: Engine, refer
                 top = np.argsort(-row, kind="stable")[: own.logprobs].tolist()
                 assert entry.keys() == {token, *top}
                 for other, found in entry.items():
-                    assert found.logprob == pytest.approx(row[other], abs=2e-4)
-                    assert found.rank == 1 + (row > row[other]).sum()
+                    assert_logprob(row, other, found)
 
 
 def test_bytes_of_tokens_are_the_text(smollm2: LoadedModel) -> None:

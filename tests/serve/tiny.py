@@ -5,15 +5,20 @@ Engine behaviour that does not depend on what a model knows is tested on it, in 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from octavo.models import Llama, LlamaConfig, LoadedModel, LoraAdapter
 from octavo.models.lora import lora_shapes
-from octavo.serve import Engine, EngineConfig
+from octavo.paged import packed_batch
+from octavo.pallas_kernels import cache_shape, init_kv_cache
+from octavo.serve import Engine, EngineConfig, Logprob
 
 
 def tiny_model(smollm2: LoadedModel) -> LoadedModel:
@@ -64,3 +69,34 @@ def tiny_adapter(config: LlamaConfig, seed: int, rank: int = 3) -> LoraAdapter:
             for _ in range(config.num_layers)
         ],
     )
+
+
+def next_tokens(tiny: LoadedModel, length: int = 128) -> Callable[[list[int]], np.ndarray]:
+    """From up to `length` tokens to the log-distribution of each next one, `float64[n, V]`."""
+    size = 16
+
+    @jax.jit
+    def logits(tokens: jax.Array, count: jax.Array) -> jax.Array:
+        shape = cache_shape(1 + length // size, 2, size, 16, "cpu")
+        tables = jnp.arange(1, 1 + length // size, dtype=jnp.int32)[None]
+        batch, position = packed_batch(
+            tables, count[None], count[None], num_tokens=length, block_size=size
+        )
+        batch = replace(batch, logit_rows=jnp.arange(length, dtype=jnp.int32))
+        return tiny.model(tokens, position, init_kv_cache(2, shape, jnp.float32), batch)[0]
+
+    def distribution(tokens: list[int]) -> np.ndarray:
+        padded = np.zeros(length, np.int32)
+        padded[: len(tokens)] = tokens
+        out = np.asarray(logits(padded, np.int32(len(tokens))), np.float64)[: len(tokens)]
+        top = out.max(axis=-1, keepdims=True)
+        return out - top - np.log(np.exp(out - top).sum(axis=-1, keepdims=True))
+
+    return distribution
+
+
+def assert_logprob(row: np.ndarray, token: int, found: Logprob) -> None:
+    """That `found` is the token's in a log-distribution `[V]`, up to what rounding can do."""
+    own, close = row[token], 1e-4
+    assert abs(found.logprob - own) < 2 * close
+    assert 1 + (row > own + close).sum() <= found.rank <= (row >= own - close).sum()
