@@ -7,8 +7,8 @@ product and tensor parallelism cuts along K and F.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,12 @@ from flax import nnx
 
 from ..paged import PagedBatch, cached_attention
 from .config import LlamaConfig
-from .lora import LayerLora, LoraBatch, add_lora
+from .lora import LayerLora, LoraBatch, LoraStack, add_lora
+from .products import by_rows
 from .rope import apply_rope, rope_angles
 
 KVCache = tuple[jax.Array, ...]
 _init = nnx.initializers.normal(0.02)
-_INVARIANT_ROWS = 16
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -65,48 +65,54 @@ class LlamaLayer(nnx.Module):
         self,
         x: jax.Array,
         angles: tuple[jax.Array, jax.Array],
-        kv_cache: jax.Array,
-        batch: PagedBatch,
+        kv_cache: jax.Array | None,
+        batch: PagedBatch | None,
         lora: LayerLora | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
-        """`x: [T, D]`, one layer's cache `[P, K, B, ROW]` -> the same two."""
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """`x: [T, D]`, one layer's cache `[P, K, B, ROW]` -> the same two.
+
+        Without cache and batch, `x` is one whole sequence.
+        """
         attended, kv_cache = self._attention(x, angles, kv_cache, batch, lora)
         x = x + attended
-        return x + self._mlp(x, lora, batch.batch_invariant), kv_cache
+        return x + self._mlp(x, lora, batch is not None and batch.batch_invariant), kv_cache
 
     def _attention(
         self,
         x: jax.Array,
         angles: tuple[jax.Array, jax.Array],
-        kv_cache: jax.Array,
-        batch: PagedBatch,
+        kv_cache: jax.Array | None,
+        batch: PagedBatch | None,
         lora: LayerLora | None,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, jax.Array | None]:
         config = self.config
         normed = rms_norm(x, self.attn_norm[...], config.rms_norm_eps)
-        invariant = batch.batch_invariant
+        invariant = batch is not None and batch.batch_invariant
         qkv = _linear(normed, self.qkv[...], self.qkv_bias, invariant)
         q = qkv[:, :, :-2].reshape(x.shape[0], config.num_heads, config.head_size)
-        q, k, v = add_lora(lora, "qkv", normed, (q, qkv[:, :, -2], qkv[:, :, -1]))
+        q, k, v = add_lora(lora, "qkv", normed, (q, qkv[:, :, -2], qkv[:, :, -1]), invariant)
         if self.q_norm is not None and self.k_norm is not None:
             q = rms_norm(q, self.q_norm[...], config.rms_norm_eps)
             k = rms_norm(k, self.k_norm[...], config.rms_norm_eps)
         q, k = apply_rope(q, *angles), apply_rope(k, *angles)
-        out, kv_cache = cached_attention(
-            q, k, v, kv_cache, batch, sliding_window=config.sliding_window
-        )
+        window = config.sliding_window
+        if kv_cache is None or batch is None:
+            near = None if window is None else (window - 1, 0)
+            out = jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=near)
+        else:
+            out, kv_cache = cached_attention(q, k, v, kv_cache, batch, sliding_window=window)
         out = out.reshape(x.shape[0], -1)
         projected = _linear(out, self.out[...], self.out_bias, invariant, contracted=3)
-        (attended,) = add_lora(lora, "out", out, (projected,))
+        (attended,) = add_lora(lora, "out", out, (projected,), invariant)
         return attended, kv_cache
 
     def _mlp(self, x: jax.Array, lora: LayerLora | None, invariant: bool) -> jax.Array:
         normed = rms_norm(x, self.mlp_norm[...], self.config.rms_norm_eps)
         gate_up = _linear(normed, self.gate_up[...], self.gate_up_bias, invariant)
-        gate, up = add_lora(lora, "gate_up", normed, (gate_up[:, 0], gate_up[:, 1]))
+        gate, up = add_lora(lora, "gate_up", normed, (gate_up[:, 0], gate_up[:, 1]), invariant)
         hidden = jax.nn.silu(gate) * up
         projected = _linear(hidden, self.down[...], self.down_bias, invariant)
-        (out,) = add_lora(lora, "down", hidden, (projected,))
+        (out,) = add_lora(lora, "down", hidden, (projected,), invariant)
         return out
 
 
@@ -173,12 +179,26 @@ class Llama(nnx.Module):
         """As a call, but returns what the last layer makes of every token, `[T, D]`."""
         x = self.embed[...][tokens]
         angles = rope_angles(positions, self.config)
-        caches = []
+        caches: list[Any] = []
         for i, (layer, cache) in enumerate(zip(self.layers, kv_cache, strict=True)):
             own = None if lora is None else (lora.stack[i], lora.tokens)
             x, cache = _run_layer(*nnx.split(layer), x, angles, cache, batch, own)
             caches.append(cache)
         return x, tuple(caches)
+
+    def sequence_logits(self, tokens: jax.Array, lora: LoraStack | None = None) -> jax.Array:
+        """Logits `float32[T, V]` after each token of one whole sequence, without a cache.
+
+        They have a gradient, which those of the paged model have not. To train an adapter, take it
+        in `lora`, a stack of one slot.
+        """
+        x = self.embed[...][tokens]
+        angles = rope_angles(jnp.arange(tokens.shape[0], dtype=jnp.int32), self.config)
+        batch = None if lora is None else LoraBatch.of(lora, jnp.ones_like(tokens))
+        for i, layer in enumerate(self.layers):
+            own = None if batch is None else (batch.stack[i], batch.tokens)
+            x, _ = _run_layer(*nnx.split(layer), x, angles, None, None, own)
+        return self.logits(x)
 
     def logits(self, x: jax.Array, batch_invariant: bool = False) -> jax.Array:
         """Logits `float32[R, V]` of hidden states `x: [R, D]`."""
@@ -188,7 +208,7 @@ class Llama(nnx.Module):
         def product(rows: jax.Array) -> jax.Array:
             return jnp.einsum("rd,vd->rv", rows, head[...], preferred_element_type=jnp.float32)
 
-        return _by_rows(product, x, batch_invariant)
+        return by_rows(product, x, batch_invariant)
 
 
 # Traced once and called L times: without this the trace, which no compilation cache saves, takes
@@ -199,10 +219,10 @@ def _run_layer(
     state: nnx.State,
     x: jax.Array,
     angles: tuple[jax.Array, jax.Array],
-    kv_cache: jax.Array,
-    batch: PagedBatch,
+    kv_cache: jax.Array | None,
+    batch: PagedBatch | None,
     lora: LayerLora | None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None]:
     return nnx.merge(graphdef, state)(x, angles, kv_cache, batch, lora)
 
 
@@ -217,19 +237,5 @@ def _linear(
     """`x: [T, in]` times a weight whose first `contracted` axes are `in`, as one 2-D product."""
     out_shape = weight.shape[contracted:]
     flat = weight.reshape(x.shape[1], -1)
-    y = _by_rows(lambda rows: rows @ flat, x, batch_invariant).reshape(x.shape[0], *out_shape)
+    y = by_rows(lambda rows: rows @ flat, x, batch_invariant).reshape(x.shape[0], *out_shape)
     return y if bias is None else y + bias[...]
-
-
-def _by_rows(
-    product: Callable[[jax.Array], jax.Array], x: jax.Array, batch_invariant: bool
-) -> jax.Array:
-    """A product with the rows of `x: [T, in]`; batch-invariant, in pieces of one size.
-
-    How a library sums up a product depends on its number of rows.
-    """
-    if not batch_invariant:
-        return product(x)
-    pieces = jnp.pad(x, ((0, -x.shape[0] % _INVARIANT_ROWS), (0, 0)))
-    y = jax.lax.map(product, pieces.reshape(-1, _INVARIANT_ROWS, x.shape[1]))
-    return y.reshape(-1, y.shape[-1])[: x.shape[0]]

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .config import LlamaConfig
+from .products import by_rows
 
 FUSED: Mapping[str, tuple[str, ...]] = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
@@ -108,7 +109,11 @@ LayerLora = tuple[dict[str, LoraFactors], TokenSlots]
 
 
 def add_lora(
-    lora: LayerLora | None, name: str, x: jax.Array, outputs: tuple[jax.Array, ...]
+    lora: LayerLora | None,
+    name: str,
+    x: jax.Array,
+    outputs: tuple[jax.Array, ...],
+    batch_invariant: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Add to `outputs`, J arrays `[T, ...]` that the layer made of `x: [T, in]`, the adapters'."""
     if lora is None:
@@ -117,37 +122,50 @@ def add_lora(
     factors = layer[name]
     # One slot needs no loop (and without one the step has a gradient).
     looped = jax.default_backend() == "cpu" and factors.a.shape[1] > 1
-    deltas = _in_a_loop(x, factors, tokens) if looped else _at_once(x, factors, tokens)
+    product = _in_a_loop if looped else _at_once
+    deltas = product(x, factors, tokens, batch_invariant)
     return tuple(y + d.reshape(y.shape) for y, d in zip(outputs, deltas, strict=True))
 
 
-def _at_once(x: jax.Array, factors: LoraFactors, tokens: TokenSlots) -> tuple[jax.Array, ...]:
+def _at_once(
+    x: jax.Array, factors: LoraFactors, tokens: TokenSlots, batch_invariant: bool = False
+) -> tuple[jax.Array, ...]:
     """One product with the A's of all slots, of which each token keeps its own."""
     width, num_slots, num_parts, rank = factors.a.shape
-    low = (x @ factors.a.reshape(width, -1)).reshape(-1, num_slots, num_parts, rank)
+    low = _times(x, factors.a.reshape(width, -1), batch_invariant)
+    low = low.reshape(-1, num_slots, num_parts, rank)
     mine = tokens.slot[:, None] == jnp.arange(1, num_slots + 1)
     low = jnp.where(mine[:, :, None, None], low, jnp.zeros_like(low))
     return tuple(
-        low[:, :, j].reshape(x.shape[0], -1) @ b.reshape(num_slots * rank, -1)
+        _times(
+            low[:, :, j].reshape(x.shape[0], -1), b.reshape(num_slots * rank, -1), batch_invariant
+        )
         for j, b in enumerate(factors.b)
     )
 
 
-def _in_a_loop(x: jax.Array, factors: LoraFactors, tokens: TokenSlots) -> tuple[jax.Array, ...]:
+def _in_a_loop(
+    x: jax.Array, factors: LoraFactors, tokens: TokenSlots, batch_invariant: bool = False
+) -> tuple[jax.Array, ...]:
     """A product for each slot in use, of which its tokens keep theirs; nothing if there is none."""
     width, _, num_parts, rank = factors.a.shape
 
     def one(i: jax.Array, deltas: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         slot = tokens.used[i]
-        low = x @ factors.a[:, slot].reshape(width, -1)
+        low = _times(x, factors.a[:, slot].reshape(width, -1), batch_invariant)
         low = jnp.where(tokens.slot[:, None] == slot + 1, low, jnp.zeros_like(low))
         low = low.reshape(-1, num_parts, rank)
         return tuple(
-            d + low[:, j] @ b[slot] for j, (d, b) in enumerate(zip(deltas, factors.b, strict=True))
+            d + _times(low[:, j], b[slot], batch_invariant)
+            for j, (d, b) in enumerate(zip(deltas, factors.b, strict=True))
         )
 
     nothing = tuple(jnp.zeros((x.shape[0], b.shape[-1]), x.dtype) for b in factors.b)
     return jax.lax.fori_loop(0, tokens.num_used, one, nothing)
+
+
+def _times(x: jax.Array, weight: jax.Array, batch_invariant: bool) -> jax.Array:
+    return by_rows(lambda rows: rows @ weight, x, batch_invariant)
 
 
 def init_lora(config: LlamaConfig, *, num_slots: int, rank: int, dtype: DTypeLike) -> LoraStack:

@@ -82,11 +82,6 @@ class EngineConfig:
         for name in ("kv_cache_gib", "decode_slice_ms"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive")
-        if self.deterministic and self.max_loras:
-            raise ValueError(
-                f"deterministic=True and max_loras={self.max_loras} exclude each other: the "
-                "products of adapters depend on the batch"
-            )
         if self.kv_cache_dtype not in ("auto", "float32", "bfloat16"):
             raise ValueError(
                 f"kv_cache_dtype={self.kv_cache_dtype!r} must be auto, float32 or bfloat16"

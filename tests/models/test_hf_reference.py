@@ -106,6 +106,14 @@ def test_logits_in_two_chunks_are_those_of_transformers(name):
     np.testing.assert_allclose(run(load(name), ids), expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("name", ["llama-tied-bias", "mistral-window", "qwen3"])
+def test_logits_of_a_whole_sequence_without_a_cache_are_the_same(name):
+    ids, expected = reference(name)
+    with jax.default_matmul_precision("highest"):
+        got = load(name).sequence_logits(jnp.asarray(ids))
+    np.testing.assert_allclose(got, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_config_as_transformers_4_wrote_it_is_read_the_same(name):
     # Published files are older than `rope_parameters`: theta at the top, the scheme in

@@ -211,3 +211,23 @@ def test_what_cannot_be_loaded_changes_nothing(
     assert greedy(engine, prompt(50, 20), "a") == want
     with pytest.raises(NoAdapterSlot, match="takes no adapters: set max_loras"):
         tiny_engine(tiny).load_adapter("a", tmp_path / "a")
+
+
+def test_no_bit_depends_on_who_runs_beside_an_adapter_or_on_guessing(tiny: LoadedModel) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=5)
+    prompts = [[*prompt(60, 16), *prompt(61 + i, 3 + 5 * i)] * 2 for i in range(4)]
+    names = [None, "a", "b", "a"]
+
+    def engine_of(**config) -> Engine:
+        engine = lora_engine(tiny, deterministic=True, decode_slice_ms=1e6, **config)
+        for i, name in enumerate("ab"):
+            engine.load_adapter(name, tiny_adapter(tiny.config, 20 + i))
+        return engine
+
+    alone = engine_of(enable_prefix_caching=False)
+    want = [alone.generate(p, params, adapter=n)[0] for p, n in zip(prompts, names, strict=True)]
+    together = engine_of(num_speculative_tokens=3)
+    for _ in range(2):  # computed, then found
+        got = together.generate(prompts, params, adapter=names)
+        assert [(a.token_ids, a.logprobs) for a in got] == [(a.token_ids, a.logprobs) for a in want]
+    assert len({a.token_ids for a in want}) == 4
