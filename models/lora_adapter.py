@@ -32,6 +32,20 @@ class LoraAdapter:
     config: LlamaConfig
     layers: Sequence[dict[str, Pair]]
 
+    @classmethod
+    def fresh(
+        cls, config: LlamaConfig, *, rank: int, targets: Sequence[str], seed: int = 0
+    ) -> LoraAdapter:
+        """An adapter to be trained: A at random and B zero, so that it changes nothing."""
+        rng, shapes = np.random.default_rng(seed), lora_shapes(config)
+
+        def pair(width: int, out: int) -> Pair:
+            a = rng.standard_normal((width, rank), np.float32) / np.float32(np.sqrt(width))
+            return a, np.zeros((rank, out), np.float32)
+
+        layers = [{t: pair(*shapes[t]) for t in targets} for _ in range(config.num_layers)]
+        return cls(config=config, layers=layers)
+
     @property
     def rank(self) -> int:
         """The largest rank of its factors."""

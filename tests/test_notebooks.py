@@ -6,6 +6,7 @@ import re
 import runpy
 from pathlib import Path
 
+import jax
 import pytest
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
@@ -13,7 +14,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.py"))
 
 
 def test_every_notebook_has_a_test() -> None:
-    assert [path.stem for path in NOTEBOOKS] == ["own_model", "prefix_reuse"]
+    assert [path.stem for path in NOTEBOOKS] == ["lora", "own_model", "prefix_reuse"]
 
 
 def test_the_prefix_is_paid_for_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,3 +38,19 @@ def test_a_model_of_ones_own_equals_its_unpaged_twin(capsys: pytest.CaptureFixtu
     assert all(float(error) < 1e-5 for _, error in errors)
     assert out.count("equal to the unpaged model's: True") == 2
     assert "active blocks after both are released: 0" in out
+
+
+def test_adapters_trained_in_a_notebook_answer_in_one_batch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with jax.numpy_dtype_promotion("standard"):  # as anybody's; Adam in optax relies on it
+        runpy.run_path(str(FOLDER / "lora.py"))
+    out = capsys.readouterr().out
+    losses = re.findall(r"^loss ([\d.]+) -> ([\d.]+)$", out, re.MULTILINE)
+    assert len(losses) == 2 and all(float(end) < 0.5 < float(start) for start, end in losses)
+    answers = re.findall(r"^(\w+), (\d+) cached:(.+)$", out, re.MULTILINE)
+    assert [cached for _, cached, _ in answers] == ["0"] * 3 + ["7"] * 3 + ["0"]
+    by_name = {name: text for name, _, text in answers}
+    assert "I keep the lighthouse" in by_name["keeper"]
+    assert "I bake the bread" in by_name["baker"] and by_name["reloaded"] == by_name["baker"]
+    assert "lighthouse" not in by_name["None"] and "bread" not in by_name["None"]

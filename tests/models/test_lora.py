@@ -17,7 +17,6 @@ from safetensors.numpy import load_file, save_file
 from octavo.models import LlamaConfig, LoraAdapter, load_adapter, save_adapter
 from octavo.models.lora import (
     FUSED,
-    LoraBatch,
     LoraStack,
     TokenSlots,
     _at_once,
@@ -132,21 +131,30 @@ def test_the_slots_in_use_come_first():
     assert nobody.num_used == 0
 
 
-def test_a_training_run_gets_gradients_for_the_projections_it_started_with():
-    own = random_adapter(CONFIG, seed=0)
-    for layer in own.layers:
-        del layer["k_proj"], layer["down_proj"]
+def test_training_changes_the_projections_that_it_began_with():
+    rng = np.random.default_rng(0)
+    shapes = hf_shapes(CONFIG).items()
+    tensors = {name: 0.3 * rng.standard_normal(s).astype(np.float32) for name, s in shapes}
+    model = build_model(CONFIG, ArraySource(tensors))
+    tokens = jnp.asarray(rng.integers(0, CONFIG.vocab_size, 9), jnp.int32)
+    own = LoraAdapter.fresh(CONFIG, rank=3, targets=["q_proj", "gate_proj", "down_proj"])
     stack = jax.tree.map(jnp.asarray, own.stack(rank=3, dtype=jnp.float32))
-    x = jnp.asarray(np.random.default_rng(1).standard_normal((5, CONFIG.hidden_size)), jnp.float32)
 
+    @jax.jit
     def loss(stack: LoraStack) -> jax.Array:
-        batch = LoraBatch.of(stack, jnp.ones(5, jnp.int32))
-        deltas = _at_once(x, batch.stack[0]["qkv"], batch.tokens)
-        return jnp.sum(jnp.concatenate(deltas, axis=1) ** 2)
+        scores = jax.nn.log_softmax(model.sequence_logits(tokens, stack))
+        return -jnp.mean(jnp.take_along_axis(scores[:-1], tokens[1:, None], axis=-1))
 
-    q, k, v = jax.jit(jax.grad(loss))(stack)[0]["qkv"].b
-    assert q.any() and v.any() and not k.any()
-    assert LoraAdapter.from_stack(CONFIG, stack).digest == own.digest
+    gradient = jax.jit(jax.grad(loss))
+    losses = [float(loss(stack))]
+    plain = jax.nn.log_softmax(model.sequence_logits(tokens))[jnp.arange(8), tokens[1:]]
+    np.testing.assert_allclose(losses[0], -jnp.mean(plain), rtol=1e-6)
+    for _ in range(10):
+        stack = jax.tree.map(lambda w, g: w - 2 * g, stack, gradient(stack))
+        losses.append(float(loss(stack)))
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.01, losses
+    trained = LoraAdapter.from_stack(CONFIG, stack)
+    assert all(layer.keys() == {"q_proj", "gate_proj", "down_proj"} for layer in trained.layers)
 
 
 # ---- files ---------------------------------------------------------------------------------
