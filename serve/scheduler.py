@@ -6,8 +6,8 @@ Two rules hold under all three.
 
 * *Ageing.* Whoever has been set back `max_setbacks` times is *overdue*: nobody that arrived later
   starts before it or takes its blocks. A setback is a later request that starts while this one
-  waits, also while it waits for a leader, or a preemption. So a request is overtaken at most so
-  many times, and the first overdue one runs to its end.
+  waits, also while it waits for a leader, or a preemption. So nobody is set back more often than
+  that, and the first overdue request runs to its end.
 * *No thrash.* Once somebody was preempted or found no blocks, nobody starts until another ends:
   those that run need what is free. Excepted is who fits beside them however long all get. So
   between two ends every request is preempted at most once. (Under `priority` a request pushes out
@@ -104,7 +104,8 @@ class Scheduler:
         """Move a running request back to those that wait."""
         self._leave(request)
         self._crowded = True
-        request.num_setbacks += 1
+        # An overdue one makes room only for overdue ones that arrived before it.
+        request.num_setbacks += not self._is_overdue(request)
         self.add(request)
 
     def end(self, request: Request) -> None:
@@ -156,8 +157,9 @@ class Scheduler:
         if self._policy != "priority" or not self.running:
             return None
         victim = self.victim()
-        pushed = victim.priority > request.priority and not self._is_overdue(victim)
-        return victim if pushed else None
+        # It is set back twice: by the preemption, and when the other one starts.
+        pushed = victim.num_setbacks + 2 <= self._max_setbacks
+        return victim if pushed and victim.priority > request.priority else None
 
     def _someone_pushes(self) -> bool:
         if self._policy != "priority":

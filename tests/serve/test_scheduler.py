@@ -35,6 +35,7 @@ class World:
         )
         self.number = 0
         self.overtaken: Counter[Request] = Counter()
+        self.requests: list[Request] = []
 
     def _cached_lens(self, requests):
         self.matched.append(len(requests))
@@ -58,6 +59,7 @@ class World:
         )
         request.priority = priority
         self.cached[request] = cached
+        self.requests.append(request)
         self.scheduler.add(request)
         return request
 
@@ -246,5 +248,6 @@ def test_at_random_nobody_starves_and_nothing_thrashes(policy, seed):
             ended += 1
             preempted.clear()
     assert max(world.overtaken.values(), default=0) <= setbacks
+    assert max(request.num_setbacks for request in world.requests) <= setbacks
     if policy != "fcfs":
         assert max(world.overtaken.values()) == setbacks  # the bound was met, not avoided
