@@ -203,6 +203,10 @@ class Tokenizer:
         """The entry of the vocabulary with this id, as the vocabulary writes it."""
         return self._backend.id_to_token(token_id)
 
+    def to_json(self) -> str:
+        """The tokenizer in the format of `tokenizer.json`, which other libraries read."""
+        return self._backend.to_str()
+
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         """A new stream from ids to text."""
         return Detokenizer(self, skip_special_tokens=skip_special_tokens)

@@ -12,6 +12,7 @@ from .outputs import RequestOutput as RequestOutput
 from .refusals import EngineDraining as EngineDraining
 from .sampling_params import InvalidRequest as InvalidRequest
 from .sampling_params import SamplingParams as SamplingParams
+from .structured_outputs import StructuredOutputs as StructuredOutputs
 
 __all__ = [
     "CacheSnapshot",
@@ -26,4 +27,5 @@ __all__ = [
     "NoAdapterSlot",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
 ]

@@ -83,6 +83,7 @@ class AsyncEngine:
         self.max_model_len = engine.max_model_len
         self.metrics = metrics
         self._engine = engine
+        self._grammars = engine.grammars
         self._mailboxes: dict[str, _Mailbox] = {}
         # SimpleQueue because its `put` may be interrupted by itself: a stream dropped by the
         # garbage collector posts its cancellation from wherever the collector happened to run.
@@ -142,6 +143,7 @@ class AsyncEngine:
         """
         submitted_at = time.perf_counter()
         prompts = await self._token_ids([prompt for prompt, _ in requests])
+        await self._compile_grammars([params for _, params in requests])
         loop = asyncio.get_running_loop()
         outputs: asyncio.Queue[RequestOutput | EngineFailed] = asyncio.Queue()
         stem = uuid.uuid4().hex
@@ -240,6 +242,12 @@ class AsyncEngine:
         # A long text takes long to tokenize: neither the event loop nor the engine waits for it.
         ids = await asyncio.to_thread(lambda: {text: encode_fn(text) for text in texts})
         return [ids[prompt] if isinstance(prompt, str) else prompt for prompt in prompts]
+
+    async def _compile_grammars(self, params: Sequence[SamplingParams]) -> None:
+        # Takes long too; the engine finds them compiled.
+        for form in {id(p.structured_outputs): p.structured_outputs for p in params}.values():
+            if form is not None:
+                await asyncio.to_thread(self._grammars.start, self.loaded, form)
 
     def _post(self, run_fn: Callable[[], T]) -> Future[T]:
         if self._failure is not None:

@@ -1,4 +1,4 @@
-"""From logits to each row's next token: edit, sample, report, remember."""
+"""From logits to each row's next token: mask, edit, sample, report, remember."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from .logit_edits import edit_logits
 from .logprobs import TokenLogprobs, no_logprobs, token_logprobs
 from .sampling import sample
 from .seats import SeatParams, rows_of
+from .token_masks import TokenMasks, mask_logits
 
 
 def draw(
@@ -18,6 +19,7 @@ def draw(
     seat: jax.Array,
     num_tokens: jax.Array,
     live: jax.Array,
+    masks: TokenMasks | None = None,
 ) -> tuple[jax.Array, TokenLogprobs, jax.Array]:
     """Draw the token that follows each row's tokens, and append it to them.
 
@@ -28,11 +30,13 @@ def draw(
         seat: `int32[R]`.
         num_tokens: `int32[R]` tokens that each sequence has.
         live: `bool[R]`; the other rows' tokens mean nothing and are not remembered.
+        masks: which tokens may come; None for any.
 
     Returns:
         `(token int32[R], logprobs [R], history)`; logprobs are zeros unless a row wants them.
     """
-    edited = edit_logits(logits, history, params, seat, num_tokens, live)
+    possible = logits if masks is None else mask_logits(logits, masks)
+    edited = edit_logits(possible, history, params, seat, num_tokens, live)
     token = sample(edited, rows_of(params, seat, num_tokens, live))
     logprobs = jax.lax.cond(
         jnp.any(live & (params.num_logprobs[seat] >= 0)),

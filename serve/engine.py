@@ -23,6 +23,7 @@ from .config import EngineConfig
 from .deadlines import Deadlines
 from .decode_pace import DecodePace
 from .explain_compile import ProgramReport, explain_programs
+from .grammars import Grammars
 from .intake import Intake, Prompt
 from .lifecycle import Lifecycle
 from .logprobs import report
@@ -93,6 +94,11 @@ class Engine(Lifecycle, AdapterControl):
         """
         settings = EngineConfig(**config)  # pyright: ignore[reportArgumentType]
         return cls(load_model(name, progress=progress), settings)
+
+    @property
+    def grammars(self) -> Grammars:
+        """What compiles the grammars of structured outputs; other threads may use it too."""
+        return self._intake.grammars
 
     @property
     def max_model_len(self) -> int:
@@ -247,6 +253,8 @@ class Engine(Lifecycle, AdapterControl):
 
     def _decode(self) -> list[Request]:
         num_steps = self._pace.num_steps(len(self._scheduler.running))
+        if any(request.grammar is not None for request in self._scheduler.running):
+            num_steps = 1  # the host follows the grammars
         # A shorter loop that fits is better than a preemption.
         while num_steps > 1 and not self._reserve(num_steps):
             num_steps //= 2

@@ -10,6 +10,7 @@ import numpy as np
 from ..models import LoadedModel
 from ..paged import NamespaceKey, Namespaces
 from .adapters import Adapters
+from .grammars import Grammars
 from .layout import CacheLayout
 from .request import Request
 from .sampling_params import MAX_LOGIT_BIAS, MAX_LOGIT_EDITS, InvalidRequest, SamplingParams
@@ -30,6 +31,7 @@ class Intake:
         # The newest token is never written to the cache, so one more fits than there are slots.
         self._most_tokens = (layout.shape[0] - 1) * block_size + 1
         self.namespaces = Namespaces()
+        self.grammars = Grammars()
         self._num_requests = 0
 
     def request(
@@ -55,6 +57,8 @@ class Intake:
         if not params.ignore_eos:
             stop_ids |= frozenset(self.loaded.eos_token_ids)
         self._check_min_tokens(params, max_tokens, stop_ids)
+        form = params.structured_outputs
+        grammar = None if form is None else self.grammars.start(self.loaded, form)
         self._num_requests += 1
         return Request(
             request_id=request_id,
@@ -66,6 +70,7 @@ class Intake:
             stop_ids=stop_ids,
             seed=secrets.randbits(32) if params.seed is None else params.seed % (1 << 32),
             namespace=namespace,
+            grammar=grammar,
             adapter=self._adapters.named(adapter),
             number=self._num_requests,
             text=TextStream(self.loaded.tokenizer.detokenizer(), params.stop),

@@ -25,6 +25,7 @@ from .program import Program
 from .prompt_logprobs import score
 from .seats import SeatParams
 from .speculation import speculate
+from .token_masks import TokenMasks
 
 KVCache = tuple[jax.Array, ...]
 # A group that saves fewer reads is not worth its second pass.
@@ -169,6 +170,7 @@ class ModelSteps:
         params: SeatParams,
         tokens: jax.Array,
         rows: PackedRows,
+        masks: TokenMasks,
     ) -> tuple[Drawn, TokenLogprobs, KVCache, jax.Array]:
         """Compute packed `tokens: int32[T]`; returns each row's next token `[1, R]`.
 
@@ -194,7 +196,7 @@ class ModelSteps:
         scores = score(logits_fn, hidden, following, of_each_token(rows.scored))
         logits = logits_fn(hidden[batch.logit_rows])
         seat, context_len, draws = map(jnp.asarray, (rows.seat, rows.context_len, rows.draws))
-        token, logprobs, history = draw(logits, history, params, seat, context_len, draws)
+        token, logprobs, history = draw(logits, history, params, seat, context_len, draws, masks)
         drawn = Drawn(tokens=token, logprobs=logprobs)
         return jax.tree.map(lambda x: x[None], drawn), scores, kv_cache, history
 
@@ -206,11 +208,12 @@ class ModelSteps:
         block_ids: jax.Array,
         params: SeatParams,
         rows: DecodeRows,
+        masks: TokenMasks,
         num_steps: jax.Array,
     ) -> tuple[Drawn, KVCache, jax.Array]:
         """Generate up to `num_steps: int32[]` tokens per row; returns them `[steps, R]`.
 
-        A row stops after one of its stop tokens or at its limit.
+        A row stops after one of its stop tokens or at its limit. Masks are those of one step.
         """
         model = self._run_fn(weights, jnp.asarray(rows.adapter))
         seat, num_rows = jnp.asarray(rows.seat), rows.seat.shape[0]
@@ -240,7 +243,7 @@ class ModelSteps:
                 prefixes=prefixes,
             )
             logits, kv_cache = model(token, length, kv_cache, batch)
-            new, logprobs, history = draw(logits, history, params, seat, length + 1, active)
+            new, logprobs, history = draw(logits, history, params, seat, length + 1, active, masks)
             drawn = Drawn(tokens=jnp.where(active, new, -1), logprobs=logprobs)
             out = jax.tree.map(lambda steps, x: steps.at[step].set(x), out, drawn)
             stopped = jnp.any(new[:, None] == stop_ids, axis=-1)

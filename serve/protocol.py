@@ -9,42 +9,18 @@ values are the tables `neutral` below. Ranges of sampling values are checked in 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, LiteralString
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, Field, PlainValidator, model_validator
 
 from .sampling_params import SamplingParams
+from .strict_body import StrictBody, Text, check_text, fail, kind_of
+from .structured_bodies import StructuredBody
 
 MAX_CHOICES_PER_PROMPT = 128
 MAX_CHOICES = 1024
 MAX_STOP_STRINGS = 16
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; a chat answers up to the context length
-
-
-def fail(
-    message: str, *, param: str | None = None, code: LiteralString = "invalid_value"
-) -> PydanticCustomError:
-    """An error about the value being read or, with `param`, about that field of the object."""
-    return PydanticCustomError(code, "{message}", {"message": message, "param": param})
-
-
-def _check_text(text: Any) -> str:
-    if not isinstance(text, str):
-        raise fail(f"expected a string, not {_kind(text)}")
-    if "\0" in text:
-        raise fail("the text holds a NUL character; if it is meant, send token ids")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise fail(f"the text holds half of a surrogate pair at {error.start}") from None
-    return text
-
-
-def _kind(value: Any) -> str:
-    names = {bool: "a boolean", int: "an integer", float: "a number", str: "a string"}
-    names |= {list: "an array", dict: "an object", type(None): "null"}
-    return names.get(type(value), type(value).__name__)
 
 
 def _check_prompts(value: Any) -> Sequence[str | list[int]]:
@@ -56,7 +32,7 @@ def _check_prompts(value: Any) -> Sequence[str | list[int]]:
     if all(type(token) is int for token in value):
         return [value]
     if all(isinstance(prompt, str) for prompt in value):
-        prompts = [_check_text(prompt) for prompt in value]
+        prompts = [check_text(prompt) for prompt in value]
     elif all(isinstance(prompt, list) for prompt in value):
         if not all(type(token) is int for prompt in value for token in prompt):
             raise fail("token ids must be integers")
@@ -71,7 +47,7 @@ def _check_prompts(value: Any) -> Sequence[str | list[int]]:
 def _check_content(value: Any) -> str:
     """A message's text; text parts are joined by line breaks, as vLLM does."""
     if not isinstance(value, list):
-        return _check_text(value)
+        return check_text(value)
     if not value:
         raise fail("expected a string or a non-empty array of text parts")
     texts = []
@@ -81,7 +57,7 @@ def _check_content(value: Any) -> str:
             raise fail(f"only parts of type 'text' are supported, not {kind!r:.40}")
         if extra := sorted(part.keys() - {"type", "text"}):
             raise fail(f"a text part has no field {extra[0]!r:.40}")
-        texts.append(_check_text(part.get("text")))
+        texts.append(check_text(part.get("text")))
     return "\n".join(texts)
 
 
@@ -92,13 +68,13 @@ def _check_stop(value: Any) -> tuple[str, ...]:
         raise fail(f"expected a string or an array of at most {MAX_STOP_STRINGS} strings")
     if not all(stop):
         raise fail("a stop string is empty")
-    return tuple(_check_text(text) for text in stop)
+    return tuple(check_text(text) for text in stop)
 
 
 def _check_bias(value: Any) -> dict[int, Any] | None:
     """OpenAI's `logit_bias`: token ids, which JSON writes as strings, and numbers."""
     if value is not None and not isinstance(value, dict):
-        raise fail(f"expected an object of token ids and numbers, not {_kind(value)}")
+        raise fail(f"expected an object of token ids and numbers, not {kind_of(value)}")
     biases = {}
     for token, bias in (value or {}).items():
         if not token.isascii() or not token.isdecimal() or str(int(token[:20])) != token:
@@ -113,7 +89,6 @@ def _check_salt(value: str) -> str:
     return value
 
 
-Text = Annotated[str, AfterValidator(_check_text)]
 Prompts = Annotated[
     Sequence[str | list[int]],
     PlainValidator(
@@ -134,36 +109,13 @@ NumChoices = Annotated[int, Field(ge=1, le=MAX_CHOICES_PER_PROMPT)]
 Salt = Annotated[Text, AfterValidator(_check_salt)]
 
 
-class StrictBody(BaseModel):
-    """A JSON object whose unsupported fields are dropped if neutral, and else refused."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
-
-    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_neutral(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        asking = {name: value for name, value in data.items() if not cls._is_neutral(name, value)}
-        if unsupported := cls.neutral.keys() & asking.keys():
-            name = min(unsupported)
-            message = f"`{name}` is not supported by this server; leave it out"
-            raise fail(message, param=name, code="unsupported_parameter")
-        return asking
-
-    @classmethod
-    def _is_neutral(cls, name: str, value: Any) -> bool:
-        # Types are compared too: 0 and false are not the same request.
-        values = cls.neutral.get(name, ())
-        return any(type(value) is type(same) and value == same for same in values)
-
-
 class StreamOptions(StrictBody):
     """OpenAI's `stream_options`."""
 
-    neutral = {"include_obfuscation": (None, False), "continuous_usage_stats": (None, False)}
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "include_obfuscation": (None, False),
+        "continuous_usage_stats": (None, False),
+    }
 
     include_usage: bool | None = None
 
@@ -184,7 +136,7 @@ _TAKEN_AS_GIVEN = (
 )
 
 
-class GenerationRequest(StrictBody):
+class GenerationRequest(StructuredBody):
     """The fields that completions and chat have in common."""
 
     model: Text
@@ -262,6 +214,7 @@ class GenerationRequest(StrictBody):
         given = {
             name: value for name in _TAKEN_AS_GIVEN if (value := getattr(self, name)) is not None
         }
+        form = self.form()
         seeds = [None if self.seed is None else self.seed + i for i in range(self.num_choices)]
         return [
             SamplingParams(
@@ -271,6 +224,7 @@ class GenerationRequest(StrictBody):
                 stop_token_ids=tuple(self.stop_token_ids or ()),
                 logprobs=self.num_logprobs,
                 prompt_logprobs=self.num_prompt_logprobs,
+                structured_outputs=form,
                 **given,
             )
             for seed in seeds
@@ -278,7 +232,7 @@ class GenerationRequest(StrictBody):
 
     def field_of(self, param: str) -> str:
         """The field of this body that the engine's `param` came from."""
-        return "model" if param == "adapter" else param
+        return {"adapter": "model", "structured_outputs": self.form_field}.get(param, param)
 
 
 _NEUTRAL = {
@@ -338,7 +292,7 @@ class CompletionRequest(GenerationRequest):
 class Message(StrictBody):
     """One message of a chat; `developer` is read as `system`, and tools are not supported."""
 
-    neutral = {
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {
         "name": (None,),
         "refusal": (None,),
         "audio": (None,),
@@ -362,7 +316,6 @@ class ChatRequest(GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
     neutral = _NEUTRAL | {
-        "response_format": (None, {"type": "text"}),
         "tools": (None, []),
         "tool_choice": (None, "none", "auto"),
         "parallel_tool_calls": (None, True, False),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .adapters import Adapter
+from .grammars import Grammar
 from .outputs import FinishReason, Logprobs, RequestOutput
 from .sampling_params import SamplingParams
 from .stops import TextStream
@@ -25,6 +26,7 @@ class Request:
         namespace: id of what it may share blocks with.
         adapter: whose weights it runs with beside the model's, if anybody's.
         number: counts requests, from 1, as they arrive.
+        grammar: where its text is in the form that it must have, if any.
         seat: its row while it runs, else None.
         priority: lower values run first, under that policy.
         num_setbacks: later requests that started while this one waited, and preemptions.
@@ -46,6 +48,7 @@ class Request:
     number: int
     text: TextStream
     adapter: Adapter | None = None
+    grammar: Grammar | None = None
     seat: int | None = None
     priority: int = 0
     num_setbacks: int = 0
@@ -92,6 +95,10 @@ class Request:
         self._new_text.append(text)
         if stopped:
             self.finish_reason = "stop"
+        elif self.grammar is not None and not self.grammar.accept(token_id):
+            self.end("cancelled")
+        elif self.grammar is not None and self.grammar.finished:
+            self.end("stop")
         elif self.num_generated >= self.max_tokens:
             self.end("length")
 

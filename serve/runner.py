@@ -29,6 +29,7 @@ from .request import Request
 from .rows import decode_rows, packed_rows, seat_of
 from .seats import SeatParams, init_seats, no_params, params_of, take_seat
 from .speculation import may_propose
+from .token_masks import TokenMasks, masks_of, no_masks
 
 _SMALLEST_STEP = 16
 _PROTECTED_FRACTION = 0.8  # of the pool, in `slru`
@@ -95,6 +96,12 @@ class ModelRunner:
         self._history, self._params = init_seats(
             config.max_num_seqs, self.layout.blocks_per_seq * config.block_size
         )
+        # On device once: steps without constraints send nothing.
+        self._vocab_size = model.config.vocab_size
+        row_counts = {*self._row_buckets, *map(self._num_rows, self._token_buckets)}
+        self._no_masks = {
+            n: jax.device_put(no_masks(n, self._vocab_size)) for n in sorted(row_counts)
+        }
         most = -(-config.max_decode_steps // config.block_size) + 1
         grow = partial(paged.append, max_new_blocks=most)
         self._admit = Program("admit", _admit, donate=(0, 1, 2, 3))
@@ -250,8 +257,10 @@ class ModelRunner:
         """
         size = bucket_for(sum(count for _, count in work), self._token_buckets)
         tokens, rows = packed_rows(work, size, self._num_rows(size))
+        drawing = [r if r.num_computed + count == r.num_tokens else None for r, count in work]
+        masks = self._masks(drawing, self._num_rows(size))
         drawn, scores, self._kv_cache, self._history = self._steps.packed(
-            size, *self._step_args(), tokens, rows
+            size, *self._step_args(), tokens, rows, masks
         )
         if any(request.scores_prompt for request, _ in work):
             record(work, jax.device_get(scores))
@@ -261,12 +270,15 @@ class ModelRunner:
         """Generate up to `num_steps` tokens per request; returns them `[steps, R]`.
 
         Where guessing is on, a sequence ends with what it has held before, and few enough
-        decode, it is done with speculation.
+        decode, none of them by a grammar, it is done with speculation.
         """
         size = bucket_for(len(requests), self._row_buckets)
         rows = decode_rows(requests, size, num_steps)
-        if size in self._speculative_buckets and any(
-            may_propose(request.tokens[: request.num_tokens]) for request in requests
+        guided = any(request.grammar is not None for request in requests)
+        if (
+            size in self._speculative_buckets
+            and not guided
+            and any(may_propose(request.tokens[: request.num_tokens]) for request in requests)
         ):
             drawn, checked, self._kv_cache, self._history = self._steps.speculate(
                 size, *self._step_args(), rows
@@ -275,7 +287,7 @@ class ModelRunner:
             self.num_accepted_tokens += int(checked[1])
             return _fetch(drawn, requests)
         drawn, self._kv_cache, self._history = self._steps.decode(
-            size, *self._step_args(), rows, np.int32(num_steps)
+            size, *self._step_args(), rows, self._masks(requests, size), np.int32(num_steps)
         )
         return _fetch(drawn, requests)
 
@@ -338,11 +350,12 @@ class ModelRunner:
         return [(lens.program.name, partial(lens.compile, self._state.index))]
 
     def _compile_packed(self, size: int) -> None:
-        args = packed_rows([], size, self._num_rows(size))
+        num_rows = self._num_rows(size)
+        args = *packed_rows([], size, num_rows), self._masks([], num_rows)
         self._steps.packed.compile(size, *self._step_args(), *args)
 
     def _compile_decode(self, size: int) -> None:
-        args = decode_rows([], size, 0), np.int32(0)
+        args = decode_rows([], size, 0), self._masks([], size), np.int32(0)
         self._steps.decode.compile(size, *self._step_args(), *args)
 
     def _compile_speculate(self, size: int) -> None:
@@ -353,6 +366,11 @@ class ModelRunner:
     def _step_args(self) -> tuple[object, ...]:
         weights = [*self._steps.weights, *self.adapters.leaves]
         return weights, self._kv_cache, self._history, self._tables.block_ids, self._params
+
+    def _masks(self, requests: Sequence[Request | None], num_rows: int) -> TokenMasks:
+        if all(request is None or request.grammar is None for request in requests):
+            return self._no_masks[num_rows]
+        return masks_of(requests, num_rows, self._vocab_size)
 
     def _num_rows(self, num_tokens: int) -> int:
         return min(num_tokens, self._config.max_num_seqs)

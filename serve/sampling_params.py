@@ -6,22 +6,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from .invalid_request import InvalidRequest as InvalidRequest
+from .structured_outputs import StructuredOutputs
+
 MAX_LOGPROBS = 20
 # OpenAI's limit for `logit_bias`, and room for the stop tokens that `min_tokens` bans.
 MAX_LOGIT_BIAS = 300
 MAX_LOGIT_EDITS = 512
-
-
-class InvalidRequest(ValueError):
-    """A request that cannot be served as it stands.
-
-    Attributes:
-        param: the field at fault, as the API names it.
-    """
-
-    def __init__(self, message: str, *, param: str):
-        super().__init__(message)
-        self.param = param
 
 
 _MAX_SEED = 1 << 63
@@ -52,6 +43,7 @@ class SamplingParams:
             the model's own distribution; None reports nothing.
         prompt_logprobs: the same for the tokens of the prompt, which is then computed whole,
             whatever the cache holds of it.
+        structured_outputs: the form that the text must have.
 
     Raises:
         InvalidRequest: a value is out of range.
@@ -74,6 +66,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         def check(param: str, valid: bool, expected: str) -> None:
@@ -165,3 +158,12 @@ class SamplingParams:
                 value is None or (integer(value) and 0 <= value <= MAX_LOGPROBS),
                 f"an integer between 0 and {MAX_LOGPROBS}",
             )
+        form = self.structured_outputs
+        check(
+            "structured_outputs",
+            form is None or isinstance(form, StructuredOutputs),
+            "an object of StructuredOutputs",
+        )
+        if form is not None and self.min_tokens:
+            message = "min_tokens cannot hold off the end of a structured output"
+            raise InvalidRequest(message, param="min_tokens")

@@ -109,7 +109,6 @@ BAD_CHATS = [
     ({"max_completion_tokens": 4, "max_tokens": 5}, "max_completion_tokens"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"modalities": ["audio"]}, "modalities"),
     ({"reasoning_effort": "high"}, "reasoning_effort"),
     ({"prompt": "Hi"}, "prompt"),
