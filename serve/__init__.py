@@ -12,9 +12,12 @@ from .outputs import RequestOutput as RequestOutput
 from .refusals import EngineDraining as EngineDraining
 from .sampling_params import InvalidRequest as InvalidRequest
 from .sampling_params import SamplingParams as SamplingParams
+from .sequence import Branch as Branch
+from .sequence import generate_together as generate_together
 from .structured_outputs import StructuredOutputs as StructuredOutputs
 
 __all__ = [
+    "Branch",
     "CacheSnapshot",
     "Completion",
     "Engine",
@@ -28,4 +31,5 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputs",
+    "generate_together",
 ]

@@ -134,9 +134,9 @@ class _Server:
         prompts: Sequence[str | list[int]],
     ) -> Response:
         try:
-            requests = [(prompt, params) for prompt in prompts for params in body.sampling_params()]
+            params = body.sampling_params()
             stream = await self._engine.submit_all(
-                requests,
+                [(prompt, params) for prompt in prompts],
                 cache_salt=body.cache_salt or "",
                 priority=body.priority or 0,
                 adapter=self._models.adapter_of(body.model),

@@ -137,7 +137,10 @@ class AsyncEngine:
         priority: int = 0,
         adapter: str | None = None,
     ) -> OutputStream:
-        """Submit several requests at once, all or none; request i has id `stream.request_ids[i]`.
+        """Submit several prompts at once, all or none.
+
+        The outputs' ids are in `stream.request_ids`: the `n` answers to the first prompt, then
+        those to the next.
 
         Raises: as `submit`.
         """
@@ -147,30 +150,35 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         outputs: asyncio.Queue[RequestOutput | EngineFailed] = asyncio.Queue()
         stem = uuid.uuid4().hex
-        request_ids = tuple(f"{stem}-{i}" for i in range(len(requests)))
+        groups = [
+            [f"{stem}-{i}-{branch}" for branch in range(params.n)]
+            for i, (_, params) in enumerate(requests)
+        ]
+        request_ids = tuple(request_id for group in groups for request_id in group)
 
         def add() -> None:
             if self._engine.num_waiting >= self.config.max_waiting:
                 raise QueueFull(
                     f"{self._engine.num_waiting} requests wait already; try again later"
                 )
-            for request_id, prompt, (_, params) in zip(request_ids, prompts, requests, strict=True):
+            for group, prompt, (_, params) in zip(groups, prompts, requests, strict=True):
                 try:
-                    self._engine.add_request(
+                    self._engine.add_branches(
                         prompt,
                         params,
                         cache_salt=cache_salt,
                         priority=priority,
                         adapter=adapter,
-                        request_id=request_id,
+                        request_ids=group,
                     )
                 except BaseException:
                     self._cancel_now(request_ids)
                     raise
-                nothing = _nothing_yet(request_id, len(prompt))
-                self._mailboxes[request_id] = _Mailbox(
-                    loop=loop, queue=outputs, submitted_at=submitted_at, last=nothing
-                )
+                for request_id in group:
+                    nothing = _nothing_yet(request_id, len(prompt))
+                    self._mailboxes[request_id] = _Mailbox(
+                        loop=loop, queue=outputs, submitted_at=submitted_at, last=nothing
+                    )
 
         # Made before the wait: if the waiting task is cancelled, dropping the stream cancels
         # requests that the engine has taken meanwhile.

@@ -13,17 +13,20 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from ..models import LoadedModel, load_model
 from ..paged import OutOfBlocks
 from .adapter_control import AdapterControl
+from .branching import Join, Work, branch_params, joined_work, joins
 from .config import EngineConfig
 from .deadlines import Deadlines
 from .decode_pace import DecodePace
 from .explain_compile import ProgramReport, explain_programs
 from .grammars import Grammars
+from .held import Hold
 from .intake import Intake, Prompt
 from .lifecycle import Lifecycle
 from .logprobs import report
@@ -34,6 +37,7 @@ from .request import Request
 from .runner import ModelRunner
 from .sampling_params import InvalidRequest, SamplingParams
 from .scheduler import Scheduler, check_priority
+from .sequence import Branch
 from .warmup import compile_all
 
 # Finish reasons that the last step has not published blocks for, and where they are counted.
@@ -116,6 +120,7 @@ class Engine(Lifecycle, AdapterControl):
         priority: int = 0,
         adapter: str | None = None,
         request_id: str | None = None,
+        hold: Hold | None = None,
     ) -> str:
         """Queue a request.
 
@@ -126,6 +131,7 @@ class Engine(Lifecycle, AdapterControl):
             priority: lower values run first, under the scheduling policy `priority`.
             adapter: the name of a loaded adapter, None for the model alone.
             request_id: its name; None makes one.
+            hold: keeps its blocks when it ends.
 
         Returns:
             The request's id.
@@ -136,16 +142,57 @@ class Engine(Lifecycle, AdapterControl):
         """
         self._must_take_requests()
         params = params or SamplingParams()
+        if params.n != 1:
+            raise InvalidRequest(f"n={params.n} answers need add_branches or generate", param="n")
         request_id = request_id or secrets.token_hex(8)
         if request_id in self._requests:
             raise InvalidRequest(f"{request_id=} is in use", param="request_id")
         check_priority(priority, self.config.scheduling_policy)
         request = self._intake.request(prompt, params, cache_salt, request_id, adapter)
         request.priority = priority
+        request.hold = hold
         self._requests[request_id] = request
         self._scheduler.add(request)
         self._deadlines.add(request)
         return request_id
+
+    def add_branches(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_ids: Sequence[str] | None = None,
+        **options: Any,
+    ) -> list[str]:
+        """Queue `params.n` samples of one prompt, which they share: a request each.
+
+        Args:
+            prompt: text, or token ids.
+            params: of all; sample i takes the seed `seed + i`.
+            request_ids: their names; None makes some.
+            **options: as of `add_request`.
+
+        Returns:
+            The requests' ids.
+
+        Raises:
+            InvalidRequest: they can never be served; nothing has changed.
+        """
+        each = branch_params(params)
+        ids = request_ids or [secrets.token_hex(8) for _ in each]
+        tokens = self.loaded.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        added: list[str] = []
+        try:
+            for request_id, own in zip(ids, each, strict=True):
+                added.append(self.add_request(tokens, own, request_id=request_id, **options))
+        except BaseException:
+            for request_id in added:
+                self.cancel(request_id)
+            raise
+        branches = [self._requests[request_id] for request_id in added]
+        for request in branches:
+            request.branches = branches
+        return added
 
     def cancel(self, request_id: str) -> bool:
         """End a request now and give back its blocks; False if it is not here (any more)."""
@@ -237,8 +284,13 @@ class Engine(Lifecycle, AdapterControl):
         work = self._scheduler.prefill_work()
         if not work:
             return []
+        joining = self._join(work)
+        work = joined_work(work, joining)
         prefilling = [request.needs_prefill for request, _ in work]
         drawn = self._runner.packed(work)
+        for join in joining:
+            join.branch.num_computed = join.branch.num_prompt_tokens
+            join.branch.prompt_logprobs = list(join.leader.prompt_logprobs)
         advanced, tails = [], []
         for row, ((request, count), prefill) in enumerate(zip(work, prefilling, strict=True)):
             request.num_computed += count
@@ -246,10 +298,25 @@ class Engine(Lifecycle, AdapterControl):
             if request.num_computed == request.num_tokens:
                 self._take_tokens(request, drawn, row)
                 advanced.append(request)
-                if prefill or request.finish_reason is not None:
+                if count and (prefill or request.finish_reason is not None):
                     tails.append(request)
-        self._publish([request for request, _ in work], tails)
+        self._publish([request for request, count in work if count], tails)
+        for join in joining:
+            join.branch.num_published = join.leader.num_published
         return advanced
+
+    def _join(self, work: Work) -> list[Join]:
+        """Seat the branches of prompts that this step completes, as far as there are seats."""
+        joining = []
+        for join in joins(work):
+            if self._scheduler.next_seat() is None or not self._scheduler.has_room_for(join.branch):
+                break
+            self._scheduler.start(join.branch)
+            joining.append(join)
+            join.branch.num_cached_tokens = join.leader.num_cached_tokens
+        if joining:
+            self._runner.fork([(join.leader, join.branch) for join in joining])
+        return joining
 
     def _decode(self) -> list[Request]:
         num_steps = self._pace.num_steps(len(self._scheduler.running))
@@ -319,6 +386,8 @@ class Engine(Lifecycle, AdapterControl):
         if request.seat is not None:
             if count is not None:
                 self._publish([request], [request])
+            if request.hold is not None:
+                self._runner.keep(request, request.hold)
             self._runner.release(request)
         self._scheduler.end(request)
         self._deadlines.remove(request)
@@ -336,6 +405,8 @@ class Engine(Lifecycle, AdapterControl):
     ) -> list[Completion]:
         """Answer prompts together and return when all are done, in their order.
 
+        With `n` answers to a prompt they come one after the other in its place.
+
         Args:
             prompts: one prompt or several.
             params: one for all, or one for each.
@@ -352,17 +423,26 @@ class Engine(Lifecycle, AdapterControl):
             raise ValueError(
                 f"{len(each)} sampling params and {len(adapter)} adapters for {len(many)} prompts"
             )
-        inboxes: dict[str, deque[RequestOutput]] = {}
+        ids: list[str] = []
         try:
             for prompt, own, name in zip(many, each, adapter, strict=True):
-                request_id = self.add_request(prompt, own, adapter=name)  # pyright: ignore[reportArgumentType]
-                inboxes[request_id] = self._inboxes[request_id] = deque()
+                ids += self.add_branches(prompt, own or SamplingParams(), adapter=name)  # pyright: ignore[reportArgumentType]
+            return self.collect(ids)
+        finally:
+            for request_id in ids:
+                self.cancel(request_id)
+
+    def collect(self, request_ids: Sequence[str]) -> list[Completion]:
+        """Run until requests that have just been added are done; returns their whole answers."""
+        inboxes = {request_id: deque() for request_id in request_ids}
+        self._inboxes |= inboxes
+        try:
             while any(request_id in self._requests for request_id in inboxes):
                 self._pump()
         finally:
             for request_id in inboxes:
                 self._leave(request_id)
-        return [Completion.of(parts) for parts in inboxes.values()]
+        return [Completion.of(inboxes[request_id]) for request_id in request_ids]
 
     def stream(
         self,
@@ -373,7 +453,12 @@ class Engine(Lifecycle, AdapterControl):
         adapter: str | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """Answer one prompt, yielding text as it comes; leaving the loop cancels the request."""
-        request_id = self.add_request(prompt, params, cache_salt=cache_salt, adapter=adapter)
+        yield from self.follow(
+            self.add_request(prompt, params, cache_salt=cache_salt, adapter=adapter)
+        )
+
+    def follow(self, request_id: str) -> Generator[RequestOutput, None, None]:
+        """The outputs of a request that has just been added, as `stream` yields them."""
         inbox = self._inboxes[request_id] = deque()
         try:
             while inbox or request_id in self._requests:
@@ -383,6 +468,18 @@ class Engine(Lifecycle, AdapterControl):
                     self._pump()
         finally:
             self._leave(request_id)
+
+    def sequence(
+        self, prompt: Prompt, *, cache_salt: str = "", adapter: str | None = None
+    ) -> Branch:
+        """A sequence that can be continued, forked and continued again.
+
+        Raises:
+            InvalidRequest: the prompt can never be served.
+        """
+        return Branch(
+            self, self._intake, self._runner, prompt, cache_salt=cache_salt, adapter=adapter
+        )
 
     def _pump(self) -> list[RequestOutput]:
         """Run a step, put what came of it where it is collected, and return what nobody does."""

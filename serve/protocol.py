@@ -209,26 +209,22 @@ class GenerationRequest(StructuredBody):
     def _token_limit(self) -> int | None:
         raise NotImplementedError
 
-    def sampling_params(self) -> list[SamplingParams]:
-        """One per choice; a seed s becomes s, s + 1, …. Raises InvalidRequest, naming the field."""
+    def sampling_params(self) -> SamplingParams:
+        """How to sample all choices. Raises InvalidRequest, naming the field."""
         given = {
             name: value for name in _TAKEN_AS_GIVEN if (value := getattr(self, name)) is not None
         }
-        form = self.form()
-        seeds = [None if self.seed is None else self.seed + i for i in range(self.num_choices)]
-        return [
-            SamplingParams(
-                max_tokens=self._token_limit(),
-                seed=seed,
-                stop=self.stop,
-                stop_token_ids=tuple(self.stop_token_ids or ()),
-                logprobs=self.num_logprobs,
-                prompt_logprobs=self.num_prompt_logprobs,
-                structured_outputs=form,
-                **given,
-            )
-            for seed in seeds
-        ]
+        return SamplingParams(
+            max_tokens=self._token_limit(),
+            seed=self.seed,
+            stop=self.stop,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
+            structured_outputs=self.form(),
+            n=self.num_choices,
+            **given,
+        )
 
     def field_of(self, param: str) -> str:
         """The field of this body that the engine's `param` came from."""

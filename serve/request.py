@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from .adapters import Adapter
 from .grammars import Grammar
+from .held import Hold
 from .outputs import FinishReason, Logprobs, RequestOutput
 from .sampling_params import SamplingParams
 from .stops import TextStream
@@ -34,6 +36,9 @@ class Request:
         num_published: blocks that the index has seen.
         num_cached_tokens: prompt tokens found in the cache when it was first admitted.
         prompt_logprobs: one for each prompt token where they are wanted, None for the first.
+        hold: what keeps its blocks when it ends, if anything does.
+        branches: all samples of its prompt, itself included, or nothing if it is the only one.
+        shares_tail: whether others may hold the block that its next token goes to.
     """
 
     request_id: str
@@ -55,6 +60,9 @@ class Request:
     num_computed: int = 0
     num_published: int = 0
     num_cached_tokens: int | None = None
+    hold: Hold | None = None
+    branches: Sequence[Request] = field(default=(), repr=False)
+    shares_tail: bool = False
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
     _new_text: list[str] = field(default_factory=list)

@@ -21,6 +21,11 @@ def adapter_slot(request: Request) -> int:
     return 0 if request.adapter is None else request.adapter.slot
 
 
+def draws_after(request: Request, count: int) -> bool:
+    """Whether a packed step with the next `count` tokens of a request draws one more."""
+    return count == 0 or request.num_computed + count == request.num_tokens
+
+
 def packed_rows(
     work: Sequence[tuple[Request, int]], num_tokens: int, num_rows: int
 ) -> tuple[np.ndarray, PackedRows]:
@@ -30,11 +35,12 @@ def packed_rows(
     draws, scored = np.zeros((2, num_rows), np.bool_)
     at = 0
     for i, (request, count) in enumerate(work):
-        begin = request.num_computed
+        # A row of no tokens draws what the row before it could have drawn.
+        begin = request.num_computed if count else request.num_tokens
         tokens[at : at + count] = request.tokens[begin : begin + count]
         seat[i], query_len[i], context_len[i] = seat_of(request), count, begin + count
         adapter[i] = adapter_slot(request)
-        draws[i], scored[i] = begin + count == request.num_tokens, request.scores_prompt
+        draws[i], scored[i] = draws_after(request, count), request.scores_prompt
         at += count
     return tokens, PackedRows(
         seat=seat,

@@ -17,17 +17,19 @@ import numpy as np
 from .. import paged
 from ..models import Llama, LlamaConfig
 from ..paged.cost_model import ModelShape, cost_slope
-from ..pallas_kernels import NULL_BLOCK, copy_blocks, init_kv_cache
+from ..pallas_kernels import NULL_BLOCK, init_kv_cache
+from . import block_programs
 from .adapters import Adapters
 from .config import EngineConfig
+from .held import Hold, SpareRows
 from .layout import CacheLayout
 from .prefix_lens import PrefixLens
 from .program import Program
 from .programs import Drawn, KVCache, ModelSteps, bucket_for, buckets
 from .prompt_logprobs import record
 from .request import Request
-from .rows import decode_rows, packed_rows, seat_of
-from .seats import SeatParams, init_seats, no_params, params_of, take_seat
+from .rows import decode_rows, draws_after, packed_rows, seat_of
+from .seats import init_seats, no_params, params_of
 from .speculation import may_propose
 from .token_masks import TokenMasks, masks_of, no_masks
 
@@ -92,23 +94,30 @@ class ModelRunner:
         )
         # What running requests can have together, whatever is pinned.
         self.num_unpinned_blocks = num_blocks - 1 - self._pin_budget()
-        self._tables = paged.init_tables(config.max_num_seqs, self.layout.blocks_per_seq)
+        # A row for each seat, and as many spare ones.
+        self._num_rows = 2 * config.max_num_seqs
+        self._tables = paged.init_tables(self._num_rows, self.layout.blocks_per_seq)
         self._history, self._params = init_seats(
-            config.max_num_seqs, self.layout.blocks_per_seq * config.block_size
+            self._num_rows, self.layout.blocks_per_seq * config.block_size
         )
         # On device once: steps without constraints send nothing.
         self._vocab_size = model.config.vocab_size
-        row_counts = {*self._row_buckets, *map(self._num_rows, self._token_buckets)}
+        row_counts = {*self._row_buckets, *map(self._step_rows, self._token_buckets)}
         self._no_masks = {
             n: jax.device_put(no_masks(n, self._vocab_size)) for n in sorted(row_counts)
         }
+        self.spare_rows = SpareRows(range(config.max_num_seqs, self._num_rows), self.release_seat)
         most = -(-config.max_decode_steps // config.block_size) + 1
         grow = partial(paged.append, max_new_blocks=most)
-        self._admit = Program("admit", _admit, donate=(0, 1, 2, 3))
+        self._admit = Program("admit", block_programs.admit, donate=(0, 1, 2, 3))
+        self._fork = Program("fork", block_programs.fork, donate=(0, 1, 2, 3))
+        self._copy_on_write = Program("copy on write", block_programs.copy_on_write, donate=(0, 1))
+        self._hold = Program("hold", block_programs.hold, donate=(0, 1))
         self._append = Program("append", grow, donate=(0, 1))
         self._publish = Program("publish", paged.publish, donate=(0, 1))
         self._release = Program("release", paged.release, donate=(0, 1))
-        self._copy = Program("copy", _copy_block, donate=(0,))
+        self._copy = Program("copy", block_programs.copy, donate=(0,))
+        self._copy_tails = Program("copy tails", block_programs.copy, donate=(0,))
         self._stats = Program("stats", paged.stats, donate=())
         self.prefix_lens = PrefixLens(self.layout, config.block_size, 4 * config.max_num_seqs)
         # Seldom called, and for few sizes: compiled when they are.
@@ -154,15 +163,18 @@ class ModelRunner:
 
     def reset_cache(self, *, keep_pinned: bool) -> int:
         """Free the blocks that nobody holds; returns how many."""
+        self.spare_rows.end_all()
         self._state, num_freed = self._reset(self._state, keep_pinned=keep_pinned)
         return int(num_freed)
 
     def copy_cache(self) -> tuple[paged.CacheState, KVCache]:
         """Copies of the block manager and of all keys and values."""
+        self.spare_rows.end_all()
         return jax.tree.map(jnp.copy, (self._state, self._kv_cache))
 
     def set_cache(self, state: paged.CacheState, kv_cache: KVCache) -> None:
         """Go on from copies of what `copy_cache` returned; no seat may hold blocks."""
+        self.spare_rows.end_all()
         self._state, self._kv_cache = jax.tree.map(jnp.copy, (state, kv_cache))
 
     def load_weights(self, model: Llama) -> None:
@@ -180,7 +192,7 @@ class ModelRunner:
             1, self._state, self._tables, *args
         )
         if not bool(admission.ok):
-            return None
+            return self.admit(request, seat) if self.spare_rows.give_way() else None
         if int(admission.copies.target) != NULL_BLOCK:
             self._kv_cache = self._copy(1, self._kv_cache, admission.copies)
         return int(admission.num_cached_tokens)
@@ -189,15 +201,62 @@ class ModelRunner:
         """Tokens in the cached full blocks at the start of each request; see `PrefixLens`."""
         return self.prefix_lens(self._state.index, requests)
 
+    def fork(self, pairs: Sequence[tuple[Request, Request]]) -> None:
+        """Let the second of each pair share all blocks of the first, instead of what it held.
+
+        They ask for the same but for their seeds.
+        """
+        source, target, enabled = self._no_forks()
+        seed = np.zeros(len(source), np.uint32)
+        for i, (old, new) in enumerate(pairs):
+            source[i], target[i], enabled[i] = seat_of(old), seat_of(new), True
+            seed[i] = new.seed
+            old.shares_tail = new.shares_tail = True
+        self._state, self._tables, self._history, self._params, ok = self._fork(
+            1, *self._seat_args(), source, target, enabled, seed
+        )
+        if not bool(ok):
+            raise paged.InvariantViolation("a sequence could not be forked")
+
     def reserve(self, requests: Sequence[Request], more: int) -> bool:
-        """Make room for up to `more` further tokens in each request's table, or in none's."""
-        lens = np.zeros(self._config.max_num_seqs, np.int32)
+        """Make room for up to `more` further tokens in each request's table, or in none's.
+
+        Blocks to be written that others hold too are copied first.
+        """
+        while not self._try_to_reserve(requests, more):
+            if not self.spare_rows.give_way():
+                return False
+        return True
+
+    def _try_to_reserve(self, requests: Sequence[Request], more: int) -> bool:
+        if not self._own_tails(requests):
+            return False
+        lens = np.zeros(self._num_rows, np.int32)
         for request in requests:
             # The last token that a request may generate is never written.
             most = request.num_prompt_tokens + request.max_tokens - 1
             lens[seat_of(request)] = min(request.num_computed + more, most)
         self._state, self._tables, ok = self._append(1, self._state, self._tables, lens)
         return bool(ok)
+
+    def _own_tails(self, requests: Sequence[Request]) -> bool:
+        """Copy the blocks that these requests write next, where others hold them too."""
+        sharing = [request for request in requests if request.shares_tail]
+        seats, positions, enabled = self._no_forks()
+        for i, request in enumerate(sharing):
+            seats[i], positions[i] = seat_of(request), request.num_computed
+            # At the start of a block there is nothing to copy, and perhaps no block yet.
+            enabled[i] = request.num_computed % self._config.block_size > 0
+        if enabled.any():
+            self._state, self._tables, copies, ok = self._copy_on_write(
+                1, self._state, self._tables, seats, positions, enabled
+            )
+            if not bool(ok):
+                return False
+            self._kv_cache = self._copy_tails(1, self._kv_cache, copies)
+        for request in sharing:
+            request.shares_tail = False
+        return True
 
     def publish(self, requests: Sequence[Request], tails: Sequence[Request] = ()) -> None:
         """Index every block of these requests that has filled since the last call.
@@ -232,8 +291,28 @@ class ModelRunner:
         for request in requests:
             request.num_published = max(request.num_published, request.num_computed // size)
 
+    def keep(self, request: Request, hold: Hold) -> None:
+        """Let `hold` hold what the request has computed, instead of what it held before."""
+        self._hold_row(seat_of(request), hold, request.num_computed)
+
+    def fork_hold(self, hold: Hold, other: Hold) -> None:
+        """Let `other` hold the same as `hold`."""
+        if hold.row is not None:
+            self._hold_row(hold.row, other, hold.num_tokens)
+
+    def _hold_row(self, source: int, hold: Hold, num_tokens: int) -> None:
+        row = self.spare_rows.row_for(hold)
+        if row is None or num_tokens == 0:
+            self.spare_rows.let_go(hold)
+            return
+        self._state, self._tables, ok = self._hold(
+            1, self._state, self._tables, np.int32(source), np.int32(row), np.int32(num_tokens)
+        )
+        hold.num_tokens = num_tokens if bool(ok) else 0
+
     def release(self, request: Request) -> None:
         """Give back the request's blocks; its seat is free afterwards."""
+        request.shares_tail = False
         self.release_seat(seat_of(request))
 
     def release_seat(self, seat: int) -> None:
@@ -255,10 +334,11 @@ class ModelRunner:
 
         What a request draws whose tokens are not all computed means nothing.
         """
-        size = bucket_for(sum(count for _, count in work), self._token_buckets)
-        tokens, rows = packed_rows(work, size, self._num_rows(size))
-        drawing = [r if r.num_computed + count == r.num_tokens else None for r, count in work]
-        masks = self._masks(drawing, self._num_rows(size))
+        # There are no more rows than tokens.
+        size = bucket_for(max(sum(count for _, count in work), len(work)), self._token_buckets)
+        tokens, rows = packed_rows(work, size, self._step_rows(size))
+        drawing = [request if draws_after(request, count) else None for request, count in work]
+        masks = self._masks(drawing, self._step_rows(size))
         drawn, scores, self._kv_cache, self._history = self._steps.packed(
             size, *self._step_args(), tokens, rows, masks
         )
@@ -303,11 +383,15 @@ class ModelRunner:
 
         The calls may run in threads of their own, but no step may run beside them.
         """
-        seat, num = np.int32(0), np.int32(0)
-        lens = np.zeros(self._config.max_num_seqs, np.int32)
+        seat, num, num_seats = np.int32(0), np.int32(0), (self._config.max_num_seqs,)
+        seeds = np.zeros(num_seats, np.uint32)
+        lens = np.zeros(self._num_rows, np.int32)
         manager: list[tuple[Program, tuple[object, ...]]] = [
             (self._admit, self._admit_args(0)),
             (self._append, (lens,)),
+            (self._fork, (self._history, self._params, *self._no_forks(), seeds)),
+            (self._hold, (seat, seat, num)),
+            (self._copy_on_write, self._no_forks()),
             (self._publish, (self._no_filled_blocks(), num)),
             (self._release, (seat,)),
         ]
@@ -332,16 +416,20 @@ class ModelRunner:
                 for program, args in manager
             ),
             (self._stats.name, partial(self._stats.compile, 1, self._state)),
-            (self._copy.name, partial(self._copy.compile, 1, self._kv_cache, _no_copy())),
+            *(
+                (program.name, partial(program.compile, 1, self._kv_cache, _no_copies(num_copies)))
+                for program, num_copies in ((self._copy, ()), (self._copy_tails, num_seats))
+            ),
             *self._match_warmup(),
             *self.adapters.warmups(),
         ]
 
     def _all_programs(self) -> tuple[Program, ...]:
         manager = (self._admit, self._append, self._publish, self._release, self._stats)
+        branching = (self._fork, self._hold, self._copy_on_write, self._copy_tails)
         others = (self._copy, self.prefix_lens.program, self.adapters.place)
         steps = (self._steps.packed, self._steps.decode, self._steps.speculate)
-        return (*steps, *manager, *others)
+        return (*steps, *manager, *branching, *others)
 
     def _match_warmup(self) -> list[tuple[str, Callable[[], object]]]:
         if self._config.scheduling_policy != "lpm":
@@ -350,7 +438,7 @@ class ModelRunner:
         return [(lens.program.name, partial(lens.compile, self._state.index))]
 
     def _compile_packed(self, size: int) -> None:
-        num_rows = self._num_rows(size)
+        num_rows = self._step_rows(size)
         args = *packed_rows([], size, num_rows), self._masks([], num_rows)
         self._steps.packed.compile(size, *self._step_args(), *args)
 
@@ -372,7 +460,7 @@ class ModelRunner:
             return self._no_masks[num_rows]
         return masks_of(requests, num_rows, self._vocab_size)
 
-    def _num_rows(self, num_tokens: int) -> int:
+    def _step_rows(self, num_tokens: int) -> int:
         return min(num_tokens, self._config.max_num_seqs)
 
     def _admit_args(self, seat: int, request: Request | None = None) -> tuple:
@@ -389,6 +477,13 @@ class ModelRunner:
         numbers = *map(np.int32, (num_tokens, namespace, most)), np.bool_(resumed)
         return self._history, self._params, np.int32(seat), padded, *numbers, params
 
+    def _seat_args(self) -> tuple[object, ...]:
+        return self._state, self._tables, self._history, self._params
+
+    def _no_forks(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        first, second = np.zeros((2, self._config.max_num_seqs), np.int32)
+        return first, second, np.zeros(self._config.max_num_seqs, bool)
+
     def _no_filled_blocks(self) -> paged.FilledBlocks:
         seat, column, num_tokens, namespace = np.zeros((4, self._max_filled), np.int32)
         tokens = np.zeros((self._max_filled, self._config.block_size), np.int32)
@@ -397,42 +492,9 @@ class ModelRunner:
         )
 
 
-def _admit(
-    state: paged.CacheState,
-    tables: paged.BlockTables,
-    history: jax.Array,
-    params: SeatParams,
-    seat: jax.Array,
-    tokens: jax.Array,
-    num_tokens: jax.Array,
-    namespace: jax.Array,
-    max_cached_tokens: jax.Array,
-    resumed: jax.Array,
-    own_params: SeatParams,
-) -> tuple[paged.CacheState, paged.BlockTables, jax.Array, SeatParams, paged.Admission]:
-    # Also if there is no room: then nobody has the seat.
-    history = history.at[seat].set(tokens.reshape(-1))
-    params = take_seat(params, seat, own_params)
-    state, tables, admission = paged.admit(
-        state,
-        tables,
-        seat,
-        tokens,
-        num_tokens,
-        namespace,
-        max_cached_tokens=max_cached_tokens,
-        resumed=resumed,
-    )
-    return state, tables, history, params, admission
-
-
-def _copy_block(kv_cache: KVCache, copies: paged.BlockCopies) -> KVCache:
-    source, target = copies.source[None], copies.target[None]
-    return tuple(copy_blocks(layer, source, target) for layer in kv_cache)
-
-
-def _no_copy() -> paged.BlockCopies:
-    return paged.BlockCopies(source=jnp.int32(NULL_BLOCK), target=jnp.int32(NULL_BLOCK))
+def _no_copies(shape: tuple[int, ...]) -> paged.BlockCopies:
+    blocks = jnp.full(shape, NULL_BLOCK, jnp.int32)
+    return paged.BlockCopies(source=blocks, target=blocks)
 
 
 def _cut(tokens: np.ndarray, block_size: int) -> jax.Array:

@@ -16,6 +16,7 @@ MAX_LOGIT_EDITS = 512
 
 
 _MAX_SEED = 1 << 63
+MAX_BRANCHES = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,7 @@ class SamplingParams:
         prompt_logprobs: the same for the tokens of the prompt, which is then computed whole,
             whatever the cache holds of it.
         structured_outputs: the form that the text must have.
+        n: answers to the prompt, which they share; answer i takes the seed `seed + i`.
 
     Raises:
         InvalidRequest: a value is out of range.
@@ -67,6 +69,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
+    n: int = 1
 
     def __post_init__(self) -> None:
         def check(param: str, valid: bool, expected: str) -> None:
@@ -167,3 +170,4 @@ class SamplingParams:
         if form is not None and self.min_tokens:
             message = "min_tokens cannot hold off the end of a structured output"
             raise InvalidRequest(message, param="min_tokens")
+        check("n", integer(self.n) and 1 <= self.n <= MAX_BRANCHES, f"in [1, {MAX_BRANCHES}]")

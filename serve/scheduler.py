@@ -26,6 +26,7 @@ from heapq import nsmallest
 
 import numpy as np
 
+from .branching import waits_for_prompt
 from .request import Request
 from .sampling_params import InvalidRequest
 
@@ -133,9 +134,9 @@ class Scheduler:
             return
         self._order_changed = False
         for request in self._in_order():
-            if self._order_changed or not self._has_room_for(request):
+            if self._order_changed or not self.has_room_for(request):
                 return
-            if not self._follows(request):
+            if not waits_for_prompt(request) and not self._follows(request):
                 yield request
             elif self._is_overdue(request):
                 return
@@ -166,7 +167,7 @@ class Scheduler:
             return False
         return self.victim_for(min(self.waiting, key=lambda r: r.priority)) is not None
 
-    def _has_room_for(self, request: Request) -> bool:
+    def has_room_for(self, request: Request) -> bool:
         """Whether a request could start, as far as seats and running requests go."""
         if self._free_seats and (not self._crowded or self._fits_to_the_end(request)):
             return True

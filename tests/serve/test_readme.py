@@ -26,9 +26,12 @@ def test_the_client_example_hits_the_cache(server, capsys: pytest.CaptureFixture
 
 
 def test_the_engine_example_prints_answers(smollm2, capsys: pytest.CaptureFixture[str]) -> None:
-    exec(snippet_with("Engine("), {})
+    names: dict = {}
+    exec(snippet_with("Engine("), names)
     out = capsys.readouterr().out
     assert out.startswith("0 ") and len(out) > 60
+    exec(snippet_with("engine.sequence("), names)
+    assert int(capsys.readouterr().out) > 8 + 8
 
 
 def test_the_attention_example_is_attention() -> None:

@@ -21,7 +21,7 @@ from octavo.pallas_kernels import cache_shape, init_kv_cache
 from octavo.serve import Engine, EngineConfig, Logprob
 
 
-def tiny_model(smollm2: LoadedModel) -> LoadedModel:
+def tiny_model(smollm2: LoadedModel, *, max_context_len: int = 512) -> LoadedModel:
     config = LlamaConfig(
         vocab_size=smollm2.config.vocab_size,
         hidden_size=48,
@@ -30,7 +30,7 @@ def tiny_model(smollm2: LoadedModel) -> LoadedModel:
         num_heads=4,
         num_kv_heads=2,
         head_size=16,
-        max_context_len=512,
+        max_context_len=max_context_len,
         tie_embeddings=False,  # tied and untrained, it would repeat its last token for ever
     )
     model = Llama(config, rngs=nnx.Rngs(0))
