@@ -23,8 +23,9 @@ test: $(VENV)/.test $(VENV)/.compilers
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 test-exactness: $(VENV)/.test
-	OCTAVO_EXACT_PROMPTS=50 OCTAVO_EXACT_TOKENS=16 \
-	  $(VENV)/bin/python -m pytest tests/serve/test_exactness.py $(ARGS)
+	OCTAVO_EXACT_PROMPTS=50 OCTAVO_EXACT_TOKENS=16 OCTAVO_BEAM_CASES=all \
+	  $(VENV)/bin/python -m pytest tests/serve/test_exactness.py \
+	  tests/serve/test_beam_reference.py $(ARGS)
 
 # Every case, implementation and chip. Needs JAX 0.12 (Python 3.12) for all of it.
 test-kernels: $(VENV)/.test $(VENV)/.compilers

@@ -1,6 +1,7 @@
 """The engine that serves models with prefix reuse, and the OpenAI-compatible server around it."""
 
 from .adapters import NoAdapterSlot as NoAdapterSlot
+from .beam_search import BeamSearchParams as BeamSearchParams
 from .cache_snapshot import CacheSnapshot as CacheSnapshot
 from .cache_snapshot import EngineBusy as EngineBusy
 from .config import EngineConfig as EngineConfig
@@ -17,6 +18,7 @@ from .sequence import generate_together as generate_together
 from .structured_outputs import StructuredOutputs as StructuredOutputs
 
 __all__ = [
+    "BeamSearchParams",
     "Branch",
     "CacheSnapshot",
     "Completion",

@@ -134,7 +134,7 @@ class _Server:
         prompts: Sequence[str | list[int]],
     ) -> Response:
         try:
-            params = body.sampling_params()
+            params = body.params()
             stream = await self._engine.submit_all(
                 [(prompt, params) for prompt in prompts],
                 cache_salt=body.cache_salt or "",
@@ -156,6 +156,7 @@ class _Server:
             echoes=echoes,
             with_prompt_logprobs=body.prompt_logprobs is not None,
             num_choices=body.num_choices,
+            num_branches=body.num_branches,
             include_usage=body.include_usage,
         )
         return answer.events() if body.stream else JSONResponse(await answer.whole())

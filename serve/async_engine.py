@@ -37,6 +37,7 @@ from typing import Any, TypeVar
 
 from ..models import LoadedModel
 from ..paged import PinBudgetExceeded
+from .beam_search import BeamSearchParams
 from .engine import Engine
 from .metrics import ServerMetrics
 from .output_stream import EngineFailed, OutputStream
@@ -111,7 +112,7 @@ class AsyncEngine:
     async def submit(
         self,
         prompt: str | Sequence[int],
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         *,
         cache_salt: str = "",
         priority: int = 0,
@@ -131,7 +132,7 @@ class AsyncEngine:
 
     async def submit_all(
         self,
-        requests: Sequence[tuple[str | Sequence[int], SamplingParams]],
+        requests: Sequence[tuple[str | Sequence[int], SamplingParams | BeamSearchParams]],
         *,
         cache_salt: str = "",
         priority: int = 0,
@@ -139,8 +140,8 @@ class AsyncEngine:
     ) -> OutputStream:
         """Submit several prompts at once, all or none.
 
-        The outputs' ids are in `stream.request_ids`: the `n` answers to the first prompt, then
-        those to the next.
+        The outputs' ids are in `stream.request_ids`: the answers to the first prompt, then those
+        to the next.
 
         Raises: as `submit`.
         """
@@ -151,7 +152,7 @@ class AsyncEngine:
         outputs: asyncio.Queue[RequestOutput | EngineFailed] = asyncio.Queue()
         stem = uuid.uuid4().hex
         groups = [
-            [f"{stem}-{i}-{branch}" for branch in range(params.n)]
+            [f"{stem}-{i}-{branch}" for branch in range(params.num_branches)]
             for i, (_, params) in enumerate(requests)
         ]
         request_ids = tuple(request_id for group in groups for request_id in group)

@@ -63,8 +63,8 @@ def fork(
     row = jnp.where(enabled, target, history.shape[0])
     history = history.at[row].set(history[source], mode="drop")
     params = jax.tree.map(lambda x: x.at[row].set(x[source], mode="drop"), params)
-    params = replace(params, seed=params.seed.at[row].set(seed, mode="drop"))
-    return state, tables, history, params, ok
+    seeds = jnp.asarray(params.seed).at[row].set(seed, mode="drop")
+    return state, tables, history, replace(params, seed=seeds), ok
 
 
 def hold(

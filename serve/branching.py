@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from .beam_search import BeamSearchParams
+from .outputs import Completion, Logprobs
 from .request import Request
 from .sampling_params import SamplingParams
 
@@ -27,13 +29,33 @@ class Join:
 
 
 def branch_params(params: SamplingParams) -> list[SamplingParams]:
-    """The parameters of each of `params.n` branches.
+    """The parameters of each branch.
 
     Raises:
         InvalidRequest: the last seeds are out of range.
     """
-    seeds = [None if params.seed is None else params.seed + i for i in range(params.n)]
-    return [replace(params, n=1, seed=seed) for seed in seeds]
+    count = params.num_branches
+    logprobs = params.logprobs
+    if count > params.n and logprobs is None:
+        logprobs = 0  # what they are compared by
+    seeds = [None if params.seed is None else params.seed + i for i in range(count)]
+    return [replace(params, n=1, best_of=None, seed=seed, logprobs=logprobs) for seed in seeds]
+
+
+def best(
+    answers: Sequence[Completion], params: SamplingParams | BeamSearchParams
+) -> list[Completion]:
+    """Of the answers to a prompt those that are returned: for `best_of`, by `mean_logprob`."""
+    if isinstance(params, BeamSearchParams) or len(answers) == params.n:
+        return list(answers)
+    kept = sorted(answers, key=lambda a: -mean_logprob(a.token_ids, a.logprobs or ()))[: params.n]
+    return kept if params.logprobs is not None else [replace(a, logprobs=None) for a in kept]
+
+
+def mean_logprob(token_ids: Sequence[int], logprobs: Sequence[Logprobs]) -> float:
+    """Mean log probability of the tokens of a text."""
+    own = [entry[token].logprob for token, entry in zip(token_ids, logprobs, strict=True)]
+    return sum(own) / max(len(own), 1)
 
 
 def waits_for_prompt(request: Request) -> bool:

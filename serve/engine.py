@@ -20,7 +20,9 @@ import numpy as np
 from ..models import LoadedModel, load_model
 from ..paged import OutOfBlocks
 from .adapter_control import AdapterControl
-from .branching import Join, Work, branch_params, joined_work, joins
+from .beam_search import BeamSearchParams
+from .beams import BeamSearches
+from .branching import Join, Work, best, branch_params, joined_work, joins
 from .config import EngineConfig
 from .deadlines import Deadlines
 from .decode_pace import DecodePace
@@ -39,6 +41,8 @@ from .sampling_params import InvalidRequest, SamplingParams
 from .scheduler import Scheduler, check_priority
 from .sequence import Branch
 from .warmup import compile_all
+
+AnyParams = SamplingParams | BeamSearchParams
 
 # Finish reasons that the last step has not published blocks for, and where they are counted.
 _ENDED_FROM_OUTSIDE = {"cancelled": "num_cancelled", "timeout": "num_timed_out"}
@@ -80,6 +84,14 @@ class Engine(Lifecycle, AdapterControl):
         self._inboxes: dict[str, deque[RequestOutput]] = {}
         self._pace = DecodePace(config.decode_slice_ms, config.max_decode_steps)
         self._count = dict.fromkeys(COUNTERS, 0)
+        self._beams = BeamSearches(
+            runner,
+            intake,
+            config,
+            count=self._count,
+            text_fn=lambda tokens: self.loaded.tokenizer.decode(tokens),
+            preempt_fn=self._preempt_younger,
+        )
 
     @classmethod
     def from_pretrained(
@@ -142,10 +154,12 @@ class Engine(Lifecycle, AdapterControl):
         """
         self._must_take_requests()
         params = params or SamplingParams()
-        if params.n != 1:
-            raise InvalidRequest(f"n={params.n} answers need add_branches or generate", param="n")
+        if params.num_branches != 1:
+            raise InvalidRequest(
+                f"n={params.num_branches} answers need add_branches or generate", param="n"
+            )
         request_id = request_id or secrets.token_hex(8)
-        if request_id in self._requests:
+        if self._is_live(request_id):
             raise InvalidRequest(f"{request_id=} is in use", param="request_id")
         check_priority(priority, self.config.scheduling_policy)
         request = self._intake.request(prompt, params, cache_salt, request_id, adapter)
@@ -159,16 +173,17 @@ class Engine(Lifecycle, AdapterControl):
     def add_branches(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         *,
         request_ids: Sequence[str] | None = None,
         **options: Any,
     ) -> list[str]:
-        """Queue `params.n` samples of one prompt, which they share: a request each.
+        """Queue all answers to one prompt, which they share: a request each.
 
         Args:
             prompt: text, or token ids.
-            params: of all; sample i takes the seed `seed + i`.
+            params: of all; sample i takes the seed `seed + i`. Those of a beam search come
+                together when it is over, the best first.
             request_ids: their names; None makes some.
             **options: as of `add_request`.
 
@@ -178,8 +193,15 @@ class Engine(Lifecycle, AdapterControl):
         Raises:
             InvalidRequest: they can never be served; nothing has changed.
         """
+        ids = list(request_ids or [secrets.token_hex(8) for _ in range(params.num_branches)])
+        if isinstance(params, BeamSearchParams):
+            self._must_take_requests()
+            used = [request_id for request_id in ids if self._is_live(request_id)]
+            if used or len(set(ids)) < len(ids):
+                raise InvalidRequest(f"request_ids={ids} are in use", param="request_id")
+            self._beams.add(prompt, params, ids, **options)
+            return ids
         each = branch_params(params)
-        ids = request_ids or [secrets.token_hex(8) for _ in each]
         tokens = self.loaded.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         added: list[str] = []
         try:
@@ -198,9 +220,12 @@ class Engine(Lifecycle, AdapterControl):
         """End a request now and give back its blocks; False if it is not here (any more)."""
         request = self._requests.get(request_id)
         if request is None:
-            return False
+            return self._beams.cancel(request_id)
         self._cancelled(request)
         return True
+
+    def _is_live(self, request_id: str) -> bool:
+        return request_id in self._requests or request_id in self._beams
 
     def _cancelled(self, request: Request) -> RequestOutput:
         request.finish_reason = "cancelled"
@@ -210,29 +235,29 @@ class Engine(Lifecycle, AdapterControl):
     @property
     def num_unfinished(self) -> int:
         """Requests that wait or run."""
-        return len(self._requests)
+        return len(self._requests) + len(self._beams)
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait, for the first time or again."""
-        return len(self._scheduler.waiting)
+        return len(self._scheduler.waiting) + len(self._beams) - self._beams.num_running
 
     # ---- steps -----------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
         """Run one dispatch on device; returns what each request gained by it."""
-        late = self._end_late()
+        done = self._end_late() + self._beams.step(len(self._scheduler.running))
         self._admit_waiting()
         running = self._scheduler.running
         if not running:
-            if self._scheduler.waiting:
+            if self.num_unfinished and not done and not self._beams.num_running:
                 raise OutOfBlocks("no request runs and yet the next one finds no blocks")
-            return late
+            return done
         advanced = self._packed_step() if any(r.needs_prefill for r in running) else self._decode()
         for request in advanced:
             if request.finish_reason is not None:
                 self._retire(request)
-        return late + [request.take_output() for request in advanced]
+        return done + [request.take_output() for request in advanced]
 
     def _end_late(self) -> list[RequestOutput]:
         """End the requests whose time is over."""
@@ -245,7 +270,7 @@ class Engine(Lifecycle, AdapterControl):
     def _admit_waiting(self) -> None:
         for i, request in enumerate(self._scheduler.candidates()):
             # Whoever starts is not to be preempted at once, before it has computed anything.
-            if i == 0 and not self._reserve(1):
+            if (i == 0 and not self._reserve(1)) or self._beams.holds_back(request.number):
                 return
             while (cached := self._admit(request)) is None:
                 victim = self._scheduler.victim_for(request)
@@ -327,6 +352,8 @@ class Engine(Lifecycle, AdapterControl):
             num_steps //= 2
         self._make_room(num_steps)
         running = list(self._scheduler.running)
+        if not running:  # all have made room for a beam search
+            return []
         num_programs, begin = self.num_programs, time.perf_counter()
         drawn = self._runner.decode(running, num_steps)
         seconds = time.perf_counter() - begin
@@ -364,9 +391,19 @@ class Engine(Lifecycle, AdapterControl):
         The first in turn always finds it: alone it fits the pool, as `add_request` checked.
         """
         while not self._reserve(more):
-            if len(self._scheduler.running) == 1:
+            victim = self._scheduler.victim()
+            if self._beams.give_way(victim.number):
+                continue
+            if len(self._scheduler.running) == 1 and not self._beams.num_running:
                 raise OutOfBlocks("a request that runs alone must fit the pool, and does not")
+            self._preempt(victim)
+
+    def _preempt_younger(self, number: int) -> bool:
+        """Make room by the request whose turn it is least, if it came after that number."""
+        younger = bool(self._scheduler.running) and self._scheduler.victim().number > number
+        if younger:
             self._preempt(self._scheduler.victim())
+        return younger
 
     def _reserve(self, more: int) -> bool:
         self._acting(None)
@@ -399,13 +436,13 @@ class Engine(Lifecycle, AdapterControl):
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: AnyParams | Sequence[AnyParams] | None = None,
         *,
         adapter: str | Sequence[str | None] | None = None,
     ) -> list[Completion]:
         """Answer prompts together and return when all are done, in their order.
 
-        With `n` answers to a prompt they come one after the other in its place.
+        Several answers to a prompt come one after the other in its place.
 
         Args:
             prompts: one prompt or several.
@@ -423,21 +460,43 @@ class Engine(Lifecycle, AdapterControl):
             raise ValueError(
                 f"{len(each)} sampling params and {len(adapter)} adapters for {len(many)} prompts"
             )
-        ids: list[str] = []
+        each = [own or SamplingParams() for own in each]
+        groups: list[list[str]] = []
         try:
             for prompt, own, name in zip(many, each, adapter, strict=True):
-                ids += self.add_branches(prompt, own or SamplingParams(), adapter=name)  # pyright: ignore[reportArgumentType]
-            return self.collect(ids)
+                groups.append(self.add_branches(prompt, own, adapter=name))  # pyright: ignore[reportArgumentType]
+            answers = iter(self.collect([request_id for group in groups for request_id in group]))
         finally:
-            for request_id in ids:
+            for request_id in [request_id for group in groups for request_id in group]:
                 self.cancel(request_id)
+        return [
+            answer
+            for group, own in zip(groups, each, strict=True)
+            for answer in best([next(answers) for _ in group], own)
+        ]
+
+    def beam_search(
+        self, prompt: Prompt, params: BeamSearchParams | None = None, **options: Any
+    ) -> list[Completion]:
+        """The likeliest answers to a prompt that a beam search finds, the best first.
+
+        Args:
+            prompt: text, or token ids.
+            params: how to search.
+            **options: as of `add_request`: `cache_salt` and `adapter`.
+
+        Raises:
+            InvalidRequest: it can never be served; nothing has changed.
+        """
+        ids = self.add_branches(prompt, params or BeamSearchParams(), **options)
+        return self.collect(ids)
 
     def collect(self, request_ids: Sequence[str]) -> list[Completion]:
         """Run until requests that have just been added are done; returns their whole answers."""
         inboxes = {request_id: deque() for request_id in request_ids}
         self._inboxes |= inboxes
         try:
-            while any(request_id in self._requests for request_id in inboxes):
+            while any(self._is_live(request_id) for request_id in inboxes):
                 self._pump()
         finally:
             for request_id in inboxes:
@@ -461,10 +520,10 @@ class Engine(Lifecycle, AdapterControl):
         """The outputs of a request that has just been added, as `stream` yields them."""
         inbox = self._inboxes[request_id] = deque()
         try:
-            while inbox or request_id in self._requests:
+            while inbox or self._is_live(request_id):
                 while inbox:
                     yield inbox.popleft()
-                if request_id in self._requests:
+                if self._is_live(request_id):
                     self._pump()
         finally:
             self._leave(request_id)
@@ -498,8 +557,8 @@ class Engine(Lifecycle, AdapterControl):
         """Where the engine stands; reads three counters from the device."""
         blocks = self._runner.stats()
         return EngineStats(
-            num_running=len(self._scheduler.running),
-            num_waiting=len(self._scheduler.waiting),
+            num_running=len(self._scheduler.running) + self._beams.num_running,
+            num_waiting=self.num_waiting,
             num_blocks=self._runner.layout.shape[0] - 1,
             num_free_blocks=int(blocks.num_free),
             num_cached_blocks=int(blocks.num_cached),

@@ -39,6 +39,7 @@ class RequestOutput:
         logprobs: one for each of `token_ids`, or None if they are not wanted.
         prompt_logprobs: one for each token of the prompt, None for the first, in the first output
             that has tokens; None elsewhere, and if they are not wanted.
+        score: of a beam search, what the answer is ranked by.
     """
 
     request_id: str
@@ -50,6 +51,7 @@ class RequestOutput:
     num_generated_tokens: int
     logprobs: tuple[Logprobs, ...] | None = None
     prompt_logprobs: tuple[Logprobs | None, ...] | None = None
+    score: float | None = None
 
     @property
     def finished(self) -> bool:
@@ -68,6 +70,7 @@ class Completion:
     num_cached_tokens: int
     logprobs: tuple[Logprobs, ...] | None = None
     prompt_logprobs: tuple[Logprobs | None, ...] | None = None
+    score: float | None = None
 
     @classmethod
     def of(cls, parts: Sequence[RequestOutput]) -> Completion:
@@ -80,6 +83,7 @@ class Completion:
             finish_reason=last.finish_reason,
             num_prompt_tokens=last.num_prompt_tokens,
             num_cached_tokens=last.num_cached_tokens,
+            score=last.score,
             logprobs=None
             if last.logprobs is None
             else tuple(entry for part in parts for entry in part.logprobs or ()),

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, PlainValidator, model_validator
 
+from .beam_search import BeamSearchParams
 from .sampling_params import SamplingParams
 from .strict_body import StrictBody, Text, check_text, fail, kind_of
 from .structured_bodies import StructuredBody
@@ -136,6 +137,13 @@ _TAKEN_AS_GIVEN = (
 )
 
 
+# Fields that say how to sample, and `stream`: the answers of a search come all at once.
+_NOT_IN_A_SEARCH = {"seed", "stop", "logprobs", "top_logprobs", "best_of", "stream", "priority"}
+_NOT_IN_A_SEARCH |= {"prompt_logprobs", *StructuredBody.model_fields}
+_NOT_IN_A_SEARCH |= set(_TAKEN_AS_GIVEN) - {"ignore_eos"}
+_ONE_IS_NEUTRAL = {"temperature", "top_p", "repetition_penalty", "length_penalty"}
+
+
 class GenerationRequest(StructuredBody):
     """The fields that completions and chat have in common."""
 
@@ -172,6 +180,15 @@ class GenerationRequest(StructuredBody):
     cache_salt: Salt | None = Field(
         default=None, description="An extension: only equal salts share cached prefixes."
     )
+    use_beam_search: bool | None = Field(
+        default=None, description="An extension: return the `n` best answers of a search `n` wide."
+    )
+    length_penalty: float | None = Field(
+        default=None, description="An extension, for `use_beam_search`; above 0 favours long ones."
+    )
+    early_stopping: bool | str | None = Field(
+        default=None, description="An extension, for `use_beam_search`, as in transformers."
+    )
 
     @model_validator(mode="after")
     def _fits_a_stream(self) -> GenerationRequest:
@@ -180,6 +197,24 @@ class GenerationRequest(StructuredBody):
         if self.prompt_logprobs is not None and self.stream:
             raise fail("`prompt_logprobs` is not for streams", param="prompt_logprobs")
         return self
+
+    @model_validator(mode="after")
+    def _search_or_sample(self) -> GenerationRequest:
+        asked = {name for name in self.model_fields_set if getattr(self, name) is not None}
+        asked -= {name for name in asked if not getattr(self, name)}
+        asked -= {name for name in asked & _ONE_IS_NEUTRAL if getattr(self, name) == 1}
+        if not self.use_beam_search:
+            if wrong := sorted(asked & {"length_penalty", "early_stopping"}):
+                raise fail(f"`{wrong[0]}` is only for `use_beam_search`: true", param=wrong[0])
+            return self
+        if wrong := sorted(asked & _NOT_IN_A_SEARCH):
+            raise fail(f"`{wrong[0]}` is not possible with `use_beam_search`", param=wrong[0])
+        return self
+
+    @property
+    def num_branches(self) -> int:
+        """How many answers are made per prompt."""
+        return self.num_choices
 
     @property
     def num_choices(self) -> int:
@@ -209,13 +244,24 @@ class GenerationRequest(StructuredBody):
     def _token_limit(self) -> int | None:
         raise NotImplementedError
 
-    def sampling_params(self) -> SamplingParams:
-        """How to sample all choices. Raises InvalidRequest, naming the field."""
+    def params(self) -> SamplingParams | BeamSearchParams:
+        """How to make all choices. Raises InvalidRequest, naming the field."""
+        limit = self._token_limit()
+        if self.use_beam_search:
+            return BeamSearchParams(
+                beam_width=self.num_choices,
+                num_return_sequences=self.num_choices,
+                max_tokens=DEFAULT_COMPLETION_TOKENS if limit is None else limit,
+                length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
+                early_stopping=self.early_stopping or False,  # pyright: ignore[reportArgumentType]
+                stop_token_ids=tuple(self.stop_token_ids or ()),
+                ignore_eos=bool(self.ignore_eos),
+            )
         given = {
             name: value for name in _TAKEN_AS_GIVEN if (value := getattr(self, name)) is not None
         }
         return SamplingParams(
-            max_tokens=self._token_limit(),
+            max_tokens=limit,
             seed=self.seed,
             stop=self.stop,
             stop_token_ids=tuple(self.stop_token_ids or ()),
@@ -223,17 +269,17 @@ class GenerationRequest(StructuredBody):
             prompt_logprobs=self.num_prompt_logprobs,
             structured_outputs=self.form(),
             n=self.num_choices,
+            best_of=self.num_branches,
             **given,
         )
 
     def field_of(self, param: str) -> str:
         """The field of this body that the engine's `param` came from."""
-        return {"adapter": "model", "structured_outputs": self.form_field}.get(param, param)
+        fields = {"adapter": "model", "structured_outputs": self.form_field, "beam_width": "n"}
+        return fields.get(param, param)
 
 
 _NEUTRAL = {
-    "length_penalty": (None, 1, 1.0),
-    "use_beam_search": (None, False),
     "skip_special_tokens": (None, True),
     "include_stop_str_in_output": (None, False),
 }
@@ -243,7 +289,6 @@ class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
     neutral = _NEUTRAL | {
-        "best_of": (None, 1),
         "suffix": (None, ""),
         "add_special_tokens": (None, True),
     }
@@ -251,6 +296,11 @@ class CompletionRequest(GenerationRequest):
     prompt: Prompts
     logprobs: int | None = None
     echo: bool | None = None
+    best_of: NumChoices | None = Field(
+        default=None,
+        description="So many answers are made; the `n` of the highest log probability per token "
+        "are returned, the best first.",
+    )
 
     @model_validator(mode="after")
     def _one_report_on_the_prompt(self) -> CompletionRequest:
@@ -260,9 +310,22 @@ class CompletionRequest(GenerationRequest):
         return self
 
     @model_validator(mode="after")
+    def _best_of_more(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of < self.num_choices:
+            raise fail(f"`best_of` must be at least `n`, {self.num_choices}", param="best_of")
+        if self.stream and self.num_branches > self.num_choices:
+            raise fail("the best are known at the end: `best_of` has no `stream`", param="best_of")
+        return self
+
+    @property
+    def num_branches(self) -> int:
+        """How many answers are made per prompt."""
+        return self.best_of or self.num_choices
+
+    @model_validator(mode="after")
     def _not_too_many(self) -> CompletionRequest:
-        if len(self.prompt) * self.num_choices > MAX_CHOICES:
-            asked = f"{len(self.prompt)} prompts of {self.num_choices} choices each"
+        if len(self.prompt) * self.num_branches > MAX_CHOICES:
+            asked = f"{len(self.prompt)} prompts of {self.num_branches} choices each"
             raise fail(f"{asked} are more than {MAX_CHOICES} choices at once", param="prompt")
         return self
 

@@ -13,6 +13,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ..models import Tokenizer
+from .branching import mean_logprob
 from .echo import Echo, prompt_logprobs_body
 from .errors import engine_error
 from .logprob_bodies import ChatLogprobs, CompletionLogprobs
@@ -108,12 +109,13 @@ class Answer:
     Args:
         form: which of the two APIs is spoken.
         model: the name the client asked for.
-        stream: the outputs; request `p * num_choices + c` is choice c of prompt p.
+        stream: the outputs; request `p * num_branches + b` is answer b to prompt p.
         tokenizer: shows the tokens that logprobs speak of.
         num_logprobs: likeliest tokens to show with each token; None shows no logprobs.
         echoes: the prompts, if each is to stand before its choices.
         with_prompt_logprobs: whether to show how likely the prompts' tokens are.
-        num_choices: choices per prompt.
+        num_choices: choices shown per prompt.
+        num_branches: answers made per prompt; the best are shown if these are more.
         include_usage: whether a stream ends with token counts.
     """
 
@@ -128,16 +130,18 @@ class Answer:
         echoes: Sequence[Echo],
         with_prompt_logprobs: bool,
         num_choices: int,
+        num_branches: int,
         include_usage: bool,
     ) -> None:
         self._form = form
         self._stream = stream
         self._num_choices = num_choices
+        self._num_branches = num_branches
         self._include_usage = include_usage
         self._index = {request_id: i for i, request_id in enumerate(stream.request_ids)}
         self._last: list[RequestOutput | None] = [None] * len(stream.request_ids)
         self._tokenizer, self._with_prompt_logprobs = tokenizer, with_prompt_logprobs
-        self._to_echo = {i: echoes[i // num_choices] for i in self._index.values() if echoes}
+        self._to_echo = {i: echoes[i // num_branches] for i in self._index.values() if echoes}
         self._logprobs = None
         if num_logprobs is not None:
             self._logprobs = [form.logprobs(tokenizer, num_logprobs) for _ in self._last]
@@ -154,15 +158,35 @@ class Answer:
             async for output in self._stream:
                 parts[self._note(output)].append(output)
         choices = []
-        for i, outputs in enumerate(parts):
-            text, logprobs = self._shown(i, outputs)
-            choices.append(self._form.choice(i, text, logprobs, outputs[-1].finish_reason))
+        for i in self._chosen(parts):
+            text, logprobs = self._shown(i, parts[i])
+            reason = parts[i][-1].finish_reason
+            choices.append(self._form.choice(len(choices), text, logprobs, reason))
         body = {**self._head, "object": self._form.whole, "choices": choices}
         if self._with_prompt_logprobs:
-            found = [[o.prompt_logprobs for o in outputs if o.prompt_logprobs] for outputs in parts]
+            found = [
+                [output.prompt_logprobs for output in parts[i] if output.prompt_logprobs]
+                for i in self._chosen(parts)
+            ]
             shown = [prompt_logprobs_body(self._tokenizer, *entries) for entries in found]
             self._form.add_prompt_logprobs(body, shown)
         return body | {"usage": self._usage()}
+
+    def _chosen(self, parts: Sequence[Sequence[RequestOutput]]) -> list[int]:
+        """The answers to show: all, or of each prompt's the best ones, the best first."""
+        count = self._num_branches
+        if count == self._num_choices:
+            return list(range(len(parts)))
+
+        def score(i: int) -> float:
+            return mean_logprob(
+                [token for output in parts[i] for token in output.token_ids],
+                [entry for output in parts[i] for entry in output.logprobs or ()],
+            )
+
+        groups = [range(first, first + count) for first in range(0, len(parts), count)]
+        best = [sorted(group, key=lambda i: -score(i))[: self._num_choices] for group in groups]
+        return [i for group in best for i in group]
 
     def events(self) -> EventStream:
         """The answer as a stream of server-sent events."""
@@ -222,13 +246,13 @@ class Answer:
         return index
 
     def _usage(self) -> dict[str, Any]:
-        """Token counts; a prompt is counted once, however many choices it has.
+        """Token counts; a prompt is counted once, however many answers were made.
 
-        Of its choices the one that found least in the cache counts: the others found what that
+        Of its answers the one that found least in the cache counts: the others found what that
         one computed.
         """
         lasts = [last for last in self._last if last is not None]
-        n = self._num_choices
+        n = self._num_branches
         prompts: list[Sequence[RequestOutput]] = [lasts[i : i + n] for i in range(0, len(lasts), n)]
         num_prompt = sum(choices[0].num_prompt_tokens for choices in prompts)
         num_cached = sum(min(last.num_cached_tokens for last in choices) for choices in prompts)

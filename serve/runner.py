@@ -25,7 +25,7 @@ from .held import Hold, SpareRows
 from .layout import CacheLayout
 from .prefix_lens import PrefixLens
 from .program import Program
-from .programs import Drawn, KVCache, ModelSteps, bucket_for, buckets
+from .programs import DecodeRows, Drawn, KVCache, ModelSteps, bucket_for, buckets
 from .prompt_logprobs import record
 from .request import Request
 from .rows import decode_rows, draws_after, packed_rows, seat_of
@@ -366,8 +366,20 @@ class ModelRunner:
             self.num_draft_tokens += int(checked[0])
             self.num_accepted_tokens += int(checked[1])
             return _fetch(drawn, requests)
+        return self._decode(requests, rows, num_steps)
+
+    def decode_once(self, requests: Sequence[Request]) -> Drawn:
+        """Generate one token per request, without guessing; returns them `[1, R]`."""
+        size = bucket_for(len(requests), self._row_buckets)
+        return self._decode(requests, decode_rows(requests, size, 1), 1)
+
+    def _decode(self, requests: Sequence[Request], rows: DecodeRows, num_steps: int) -> Drawn:
         drawn, self._kv_cache, self._history = self._steps.decode(
-            size, *self._step_args(), rows, self._masks(requests, size), np.int32(num_steps)
+            len(rows.seat),
+            *self._step_args(),
+            rows,
+            self._masks(requests, len(rows.seat)),
+            np.int32(num_steps),
         )
         return _fetch(drawn, requests)
 

@@ -46,6 +46,8 @@ class SamplingParams:
             whatever the cache holds of it.
         structured_outputs: the form that the text must have.
         n: answers to the prompt, which they share; answer i takes the seed `seed + i`.
+        best_of: so many are made, and the `n` of the highest mean log probability of a token are
+            returned, the best first; None means `n`.
 
     Raises:
         InvalidRequest: a value is out of range.
@@ -70,6 +72,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
     n: int = 1
+    best_of: int | None = None
 
     def __post_init__(self) -> None:
         def check(param: str, valid: bool, expected: str) -> None:
@@ -171,3 +174,14 @@ class SamplingParams:
             message = "min_tokens cannot hold off the end of a structured output"
             raise InvalidRequest(message, param="min_tokens")
         check("n", integer(self.n) and 1 <= self.n <= MAX_BRANCHES, f"in [1, {MAX_BRANCHES}]")
+        check(
+            "best_of",
+            self.best_of is None
+            or (integer(self.best_of) and self.n <= self.best_of <= MAX_BRANCHES),
+            f"in [n, {MAX_BRANCHES}]",
+        )
+
+    @property
+    def num_branches(self) -> int:
+        """Answers that are made."""
+        return self.best_of or self.n

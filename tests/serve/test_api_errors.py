@@ -70,7 +70,18 @@ BAD_COMPLETIONS = [
     ({"cache_salt": 1}, "cache_salt"),
     ({"user": 1}, "user"),
     ({"echo": 1}, "echo"),
-    ({"best_of": 2}, "best_of"),
+    ({"best_of": 129}, "best_of"),
+    ({"n": 3, "best_of": 2}, "best_of"),
+    ({"best_of": 2, "stream": True}, "best_of"),
+    ({"use_beam_search": True, "temperature": 0.5}, "temperature"),
+    ({"use_beam_search": True, "stream": True}, "stream"),
+    ({"use_beam_search": True, "best_of": 2}, "best_of"),
+    ({"use_beam_search": True, "seed": 1}, "seed"),
+    ({"use_beam_search": True, "n": 5}, "n"),
+    ({"use_beam_search": True, "early_stopping": "always"}, "early_stopping"),
+    ({"use_beam_search": True, "length_penalty": 1e9}, "length_penalty"),
+    ({"length_penalty": 2.0}, "length_penalty"),
+    ({"early_stopping": True}, "early_stopping"),
     ({"suffix": "end"}, "suffix"),
     ({"messages": []}, "messages"),
     ({"max_completion_tokens": 5}, "max_completion_tokens"),
@@ -128,6 +139,7 @@ NEUTRAL = {
     "temperature": None,
     "top_p": None,
 }
+NEUTRAL |= {"use_beam_search": False, "length_penalty": 1.0, "early_stopping": False}
 NEUTRAL_COMPLETION = NEUTRAL | {"best_of": 1, "echo": False, "suffix": None}
 NEUTRAL_CHAT = NEUTRAL | {
     "logprobs": False,

@@ -149,6 +149,28 @@ def test_errors_arrive_as_the_clients_exceptions(client):
         completion(client, model="gpt-4")
     assert not_found.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as refused:
-        completion(client, best_of=2)
-    assert refused.value.param == "best_of"
-    assert "best_of" in refused.value.message
+        completion(client, suffix="end")
+    assert refused.value.param == "suffix"
+    assert "suffix" in refused.value.message
+
+
+def test_best_of_shows_the_likeliest_of_the_choices(client):
+    def mean(choice) -> float:
+        return sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs)
+
+    every = completion(client, n=4, seed=5, temperature=1.0, logprobs=0)
+    wanted = sorted(every.choices, key=mean, reverse=True)[:2]
+    two = completion(client, n=2, best_of=4, seed=5, temperature=1.0)
+    assert [choice.text for choice in two.choices] == [choice.text for choice in wanted]
+    assert [choice.index for choice in two.choices] == [0, 1]
+    assert all(choice.logprobs is None for choice in two.choices)
+    assert two.usage.completion_tokens == every.usage.completion_tokens
+
+
+def test_a_beam_search_finds_several_answers(client):
+    wide = {"use_beam_search": True, "length_penalty": 0.5, "early_stopping": "never"}
+    found = completion(client, n=4, max_tokens=6, extra_body=wide)
+    assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
+    assert len({choice.text for choice in found.choices}) == 4
+    again = chat(client, n=2, max_tokens=4, extra_body={"use_beam_search": True})
+    assert len({choice.message.content for choice in again.choices}) == 2
