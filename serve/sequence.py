@@ -27,7 +27,7 @@ from .runner import ModelRunner
 from .sampling_params import InvalidRequest, SamplingParams
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from .answers import Answers
 
 _ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1)
 
@@ -40,7 +40,7 @@ class Branch:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Answers,
         intake: Intake,
         runner: ModelRunner,
         prompt: Prompt,

@@ -205,3 +205,13 @@ def test_samples_that_cannot_be_served_start_none(engines) -> None:
         with pytest.raises(InvalidRequest, match="n="):
             SamplingParams(n=n)  # pyright: ignore[reportArgumentType]
     assert_empty(engine)
+
+
+def test_samples_share_what_is_known_of_their_prompt(engines) -> None:
+    params = SamplingParams(n=3, prompt_logprobs=0, max_tokens=2, ignore_eos=True)
+    before = engines["cached"].stats().prefilled_tokens
+    answers = engines["cached"].generate(prompt(11, 20), params)
+    assert engines["cached"].stats().prefilled_tokens - before == 20
+    first = answers[0].prompt_logprobs
+    assert first is not None and len(first) == 20 and None not in first[1:]
+    assert all(answer.prompt_logprobs == first for answer in answers)
