@@ -147,7 +147,7 @@ class AsyncEngine:
         """
         submitted_at = time.perf_counter()
         prompts = await self._token_ids([prompt for prompt, _ in requests])
-        await self._compile_grammars([params for _, params in requests])
+        await self._compile_grammars([p for _, p in requests if isinstance(p, SamplingParams)])
         loop = asyncio.get_running_loop()
         outputs: asyncio.Queue[RequestOutput | EngineFailed] = asyncio.Queue()
         stem = uuid.uuid4().hex

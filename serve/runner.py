@@ -301,6 +301,8 @@ class ModelRunner:
             self._hold_row(hold.row, other, hold.num_tokens)
 
     def _hold_row(self, source: int, hold: Hold, num_tokens: int) -> None:
+        if not self._config.enable_prefix_caching:
+            return  # nobody would find what is held
         row = self.spare_rows.row_for(hold)
         if row is None or num_tokens == 0:
             self.spare_rows.let_go(hold)

