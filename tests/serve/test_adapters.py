@@ -174,8 +174,8 @@ def test_loading_compiles_nothing_and_overwrites_in_place(tiny: LoadedModel) -> 
     engine = lora_engine(tiny)
     names: list[str] = []
     count = engine.warmup(lambda done, total, what: names.append(what))
-    # One step, loops of 1, 2, 4 sequences, six of the block manager, and what fills a slot.
-    assert count == engine.num_programs == 1 + 3 + 6 + 1 and "load adapter" in names
+    # One step, loops of 1, 2, 4 sequences, ten of the block manager, and what fills a slot.
+    assert count == engine.num_programs == 1 + 3 + 10 + 1 and "load adapter" in names
     before = engine._runner.adapters.leaves
     for seed in range(5):
         engine.load_adapter("a", tiny_adapter(tiny.config, seed, rank=1 + seed % RANK))

@@ -16,7 +16,7 @@ from octavo.serve.explain_compile import ProgramReport
 
 from .tiny import tiny_engine, tiny_model
 
-# Nine programs of the block manager and the like, and few of the model.
+# Thirteen programs of the block manager and the like, and few of the model.
 SMALL = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "max_loras": 1}
 SMALL |= {"scheduling_policy": "lpm", "num_speculative_tokens": 2}
 

@@ -172,5 +172,5 @@ def test_a_beam_search_finds_several_answers(client):
     found = completion(client, n=4, max_tokens=6, extra_body=wide)
     assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
     assert len({choice.text for choice in found.choices}) == 4
-    again = chat(client, n=2, max_tokens=4, extra_body={"use_beam_search": True})
+    again = chat(client, n=2, extra_body={"use_beam_search": True})
     assert len({choice.message.content for choice in again.choices}) == 2
