@@ -55,6 +55,7 @@ class Answers:
         params: AnyParams | Sequence[AnyParams] | None = None,
         *,
         adapter: str | Sequence[str | None] | None = None,
+        priority: int | Sequence[int] = 0,
     ) -> list[Completion]:
         """Answer prompts together and return when all are done, in their order.
 
@@ -64,6 +65,7 @@ class Answers:
             prompts: one prompt or several.
             params: one for all, or one for each.
             adapter: the name of a loaded adapter for all, or for each a name or None.
+            priority: as of `add_request`, for all or for each.
 
         Raises:
             InvalidRequest: a prompt or its parameters cannot be served; none has started.
@@ -72,15 +74,18 @@ class Answers:
         each = list(params) if isinstance(params, Sequence) else [params] * len(many)
         if adapter is None or isinstance(adapter, str):
             adapter = [adapter] * len(many)
-        if not len(each) == len(adapter) == len(many):
+        if isinstance(priority, int):
+            priority = [priority] * len(many)
+        if not len(each) == len(adapter) == len(priority) == len(many):
             raise ValueError(
-                f"{len(each)} sampling params and {len(adapter)} adapters for {len(many)} prompts"
+                f"{len(each)} sampling params, {len(adapter)} adapters and {len(priority)} "
+                f"priorities for {len(many)} prompts"
             )
         each = [own or SamplingParams() for own in each]
         groups: list[list[str]] = []
         try:
-            for prompt, own, name in zip(many, each, adapter, strict=True):
-                groups.append(self.add_branches(prompt, own, adapter=name))  # pyright: ignore[reportArgumentType]
+            for prompt, own, name, value in zip(many, each, adapter, priority, strict=True):
+                groups.append(self.add_branches(prompt, own, adapter=name, priority=value))
             answers = iter(self.collect([request_id for group in groups for request_id in group]))
         finally:
             for request_id in [request_id for group in groups for request_id in group]:
@@ -126,10 +131,13 @@ class Answers:
         *,
         cache_salt: str = "",
         adapter: str | None = None,
+        priority: int = 0,
     ) -> Generator[RequestOutput, None, None]:
         """Answer one prompt, yielding text as it comes; leaving the loop cancels the request."""
         yield from self.follow(
-            self.add_request(prompt, params, cache_salt=cache_salt, adapter=adapter)
+            self.add_request(
+                prompt, params, cache_salt=cache_salt, adapter=adapter, priority=priority
+            )
         )
 
     def follow(self, request_id: str) -> Generator[RequestOutput, None, None]:

@@ -330,7 +330,7 @@ class Engine(Answers, Lifecycle, AdapterControl):
         """Seat the branches of prompts that this step completes, as far as there are seats."""
         joining = []
         for join in joins(work):
-            if self._scheduler.next_seat() is None or not self._scheduler.has_room_for(join.branch):
+            if not self._scheduler.may_join(join.branch):
                 break
             self._scheduler.start(join.branch)
             joining.append(join)

@@ -134,7 +134,7 @@ class Scheduler:
             return
         self._order_changed = False
         for request in self._in_order():
-            if self._order_changed or not self.has_room_for(request):
+            if self._order_changed or not self._has_room_for(request):
                 return
             if not waits_for_prompt(request) and not self._follows(request):
                 yield request
@@ -144,6 +144,11 @@ class Scheduler:
     def refuse(self) -> None:
         """There are no blocks for the last candidate, and so for nobody until another ends."""
         self._crowded = True
+
+    def may_join(self, request: Request) -> bool:
+        """Whether a request may start out of turn, beside the one that computes its prompt."""
+        overdue = any(self._is_overdue(r) and r.number < request.number for r in self.waiting)
+        return bool(self._free_seats) and self._has_room_for(request) and not overdue
 
     def next_seat(self) -> int | None:
         """The seat that the next started request will take, or None."""
@@ -167,7 +172,7 @@ class Scheduler:
             return False
         return self.victim_for(min(self.waiting, key=lambda r: r.priority)) is not None
 
-    def has_room_for(self, request: Request) -> bool:
+    def _has_room_for(self, request: Request) -> bool:
         """Whether a request could start, as far as seats and running requests go."""
         if self._free_seats and (not self._crowded or self._fits_to_the_end(request)):
             return True

@@ -181,6 +181,20 @@ def test_an_overdue_follower_keeps_others_back_until_its_leader_is_done():
     assert world.fill() == [follower, late]
 
 
+def test_nobody_joins_another_out_of_turn_while_somebody_is_overdue():
+    world = World("priority", seats=4, setbacks=2)
+    world.arrive(priority=0)
+    world.fill()
+    shared = np.arange(100, 140, dtype=np.int32)
+    poor = world.arrive(priority=9, tokens=shared)
+    branch = world.arrive(priority=9)
+    poor.num_setbacks = 1
+    assert world.scheduler.may_join(branch)
+    poor.num_setbacks = 2
+    assert not world.scheduler.may_join(branch)
+    assert world.scheduler.may_join(poor)
+
+
 def test_after_a_preemption_nobody_starts_until_another_ends():
     world = World(seats=3, blocks=20)  # each request may grow to 15 blocks
     a, b, c = (world.arrive() for _ in range(3))

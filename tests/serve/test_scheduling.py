@@ -10,6 +10,7 @@ import pytest
 from octavo.models import LoadedModel
 from octavo.serve import Engine, InvalidRequest, SamplingParams, deadlines
 from octavo.serve.outputs import RequestOutput
+from octavo.serve.request import Request
 
 from .tiny import tiny_engine, tiny_model
 
@@ -97,6 +98,27 @@ def test_priorities_are_served_in_order_and_push_out_lower_ones(
     assert engine.stats().num_preemptions == 1
     for name, tokens in ended.items():
         assert tokens == plain.generate(prompts[name], GREEDY)[0].token_ids
+    assert_empty(engine)
+
+
+def test_whole_answers_have_a_priority_for_all_or_for_each(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tiny_engine(tiny, max_num_seqs=1, scheduling_policy="priority")
+    prompts, order = [prompt(880 + i, 10) for i in range(3)], []
+    start_fn = engine._scheduler.start
+
+    def start(request: Request) -> None:
+        order.append(request.priority)
+        start_fn(request)
+
+    monkeypatch.setattr(engine._scheduler, "start", start)
+    engine.generate(prompts, GREEDY, priority=[2, 0, 1])
+    engine.generate(prompts, GREEDY, priority=7)
+    list(engine.stream(prompts[0], GREEDY, priority=3))
+    assert order == [0, 1, 2, 7, 7, 7, 3]
+    with pytest.raises(ValueError, match="2 priorities for 3 prompts"):
+        engine.generate(prompts, GREEDY, priority=[1, 2])
     assert_empty(engine)
 
 
