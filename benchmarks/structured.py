@@ -27,7 +27,10 @@ _PERSON = {
         "name": _TEXT,
         "age": {"type": "integer", "minimum": 0, "maximum": 120},
         "email": {
-            "anyOf": [{"type": "null"}, {"type": "string", "pattern": "^[a-z]+@[a-z]+[.]org$"}]
+            "anyOf": [
+                {"type": "null"},
+                {"type": "string", "pattern": "^[a-z]{1,16}@[a-z]{1,16}[.]org$"},
+            ]
         },
     },
     "required": ["name", "age", "email"],
@@ -64,7 +67,7 @@ _TASKS: list[tuple[str, dict[str, Any]]] = [
                         "type": "object",
                         "properties": {
                             "place": _TEXT,
-                            "minutes": {"type": "integer", "maximum": 600},
+                            "minutes": {"type": "integer", "minimum": 0, "maximum": 600},
                         },
                         "required": ["place"],
                         "additionalProperties": False,
