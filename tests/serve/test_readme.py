@@ -31,7 +31,8 @@ def test_the_engine_example_prints_answers(smollm2, capsys: pytest.CaptureFixtur
     out = capsys.readouterr().out
     assert out.startswith("0 ") and len(out) > 60
     exec(snippet_with("engine.sequence("), names)
-    assert int(capsys.readouterr().out) > 8 + 8
+    # The prompt and eight tokens, of which the newest is not computed before it goes on.
+    assert int(capsys.readouterr().out) >= 8 + 8
 
 
 def test_the_attention_example_is_attention() -> None:
