@@ -169,7 +169,7 @@ def _tpu_figures() -> dict[str, Any]:
         estimate = re.search(r"estimated_cycles: (\d+)", text)
         if name is None or estimate is None:
             continue
-        if re.match(r"octavo|paged|shared|write|copy|gather|scatter", name[1]):
+        if re.match("paged_", name[1]):
             cycles += int(estimate[1])
         else:
             glue += int(estimate[1])

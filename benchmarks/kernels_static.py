@@ -28,7 +28,8 @@ TPUS = ("v4", "v5e", "v5p", "v6e", "7x")
 PROFILED = ("v6e", "7x")  # libtpu's model aborts on these kernels for the others
 QUICK = ("decode-32/8x128-b16-s2x4096-bfloat16", "prefill-32/8x128-b16-s1x4096-bfloat16-t4096")
 
-# (op, head size, chip, figure) -> the most it may be. Modelled cycles as a ratio to the floor.
+# (op, head size, chip, figure) -> the most it may be. Modelled cycles as a ratio to the floor, or
+# to what the array of the matrix units allows at this head size.
 TARGETS = {
     ("decode", 64, "h200", "spill_bytes"): 0,
     ("decode", 128, "h200", "spill_bytes"): 0,
@@ -36,15 +37,13 @@ TARGETS = {
     ("prefill", 128, "h200", "spill_bytes"): 0,
     ("decode", 128, "v6e", "ratio"): 1.15,
     ("decode", 128, "7x", "ratio"): 1.3,
-    ("prefill", 128, "v6e", "ratio"): 1.5,
-    ("prefill", 128, "7x", "ratio"): 1.5,
+    ("prefill", 128, "v6e", "array_ratio"): 1.5,
+    ("prefill", 128, "7x", "array_ratio"): 1.5,
 }
-# Targets that are missed, and where the tests hold what there is. These chips multiply 256 by 256:
-# with heads of 128 half of that idles in both products of prefill.
-STANDING = {
-    ("prefill", 128, "v6e", "ratio"): 3.8,
-    ("prefill", 128, "7x", "ratio"): 3.9,
-}
+# Targets that are missed, and where the tests hold what there is. On a 7x the compiler leaves the
+# kernel less than half of VMEM, so that tiles are half as long as on a v6e; and the static model
+# counts checks of copies, which are left out of what runs but which it cannot do without there.
+STANDING = {("prefill", 128, "7x", "array_ratio"): 1.6}
 
 
 def compile_cases(chip: str, names: Sequence[str]) -> None:
@@ -62,6 +61,8 @@ def compile_cases(chip: str, names: Sequence[str]) -> None:
         row |= {"op": case.op, "head_size": case.head_size, "dtype": case.dtype}
         floor = case.floor_seconds(facts)
         row |= {"floor_us": floor * 1e6, "floor_cycles": floor * facts.clock_hz}
+        if chip in TPUS and case.op == "prefill":
+            row["array_cycles"] = case.array_seconds(facts) * facts.clock_hz
         row["bound"] = (
             "memory" if case.floor_bytes / facts.hbm_bytes_per_second == floor else "math"
         )
@@ -124,6 +125,8 @@ def run_chip(chip: str, names: Sequence[str]) -> list[dict[str, Any]]:
     for row in rows:
         if (value := cycles.get(row["case"])) is not None:
             row |= {"cycles": value, "ratio": value / row["floor_cycles"]}
+            if "array_cycles" in row:
+                row["array_ratio"] = value / row["array_cycles"]
     return rows
 
 
@@ -196,15 +199,22 @@ def markdown(rows: Sequence[dict[str, Any]], versions: dict[str, str]) -> str:
         "instructions are not the limit. Registers, spills and shared memory are ptxas' and",
         "Mosaic's, the most of any kernel in the program.",
         "",
+        "Prefill on a TPU has a second, higher floor, the one that its target is set by: matrix",
+        "units of 256 x 256 (v6e, 7x; 128 x 128 before) sum the scores of a head of 128 in half",
+        "their depth whatever the kernel does, while the product with the values can use all of",
+        "the array. At D = 128 that makes 1.5 times the plain floor, at D = 64 2.5 times. The",
+        "exponentials alone, at the model's 1,024 a cycle, take 1.0 and 2.0 times the plain floor:",
+        "less, but beside them.",
+        "",
         "| case | chip | temp MiB | registers | spill bytes | shared KiB | modelled cycles "
-        "| floor cycles | ratio | floor us, bound |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| floor cycles | ratio | array floor cycles | ratio | floor us, bound |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for row in rows:
         if not row.get("in_table") or row["status"] == "failed":
             continue
         if row["status"] == "refused":
-            lines.append(f"| {row['case']} | {row['chip']} | refused: {row['reason']} |||||||")
+            lines.append(f"| {row['case']} | {row['chip']} | refused: {row['reason']} |||||||||")
             continue
         tpu = row["chip"] in TPUS
         lines.append(
@@ -212,6 +222,7 @@ def markdown(rows: Sequence[dict[str, Any]], versions: dict[str, str]) -> str:
             f"| {cell(row['registers'])} | {cell(row['spill_bytes'])} "
             f"| {cell(row['shared_bytes'], 1024)} | {cell(row['cycles'])} "
             f"| {cell(row['floor_cycles']) if tpu else ''} | {cell(row.get('ratio'), digits=2)} "
+            f"| {cell(row.get('array_cycles'))} | {cell(row.get('array_ratio'), digits=2)} "
             f"| {cell(row['floor_us'], digits=1)}, {row['bound']} |"
         )
     lines += ["", "## Refused", ""]

@@ -89,6 +89,17 @@ class StaticCase:
             self.floor_flops / chip.bf16_flops_per_second,
         )
 
+    def array_seconds(self, chip: Chip) -> float:
+        """What the two products take at least on a TPU's array of matrix units.
+
+        Each of its cycles yields a row of scores no wider than the array, whichever operand stays
+        in it and however heads are packed, and sums no deeper than the head. The values can use
+        all of it: streamed through resident weights, summed over keys.
+        """
+        depth = -(-self.head_size // chip.array_size) * chip.array_size
+        scores = depth / self.head_size
+        return self.floor_flops / chip.bf16_flops_per_second * (scores + 1) / 2
+
     def program(self, platform: str) -> tuple[Callable[..., Any], Sequence[Any], tuple[int, ...]]:
         """A function, the shapes of its arguments, and which of them it may overwrite."""
         implementation = f"mosaic_{platform}"

@@ -28,7 +28,7 @@ def _decode(chip: str, case: StaticCase) -> int | None:
 
 
 def _prefill(chip: str, case: StaticCase) -> int | None:
-    """From two tiles each without keys, with a whole chunk, and with a masked step."""
+    """From few tiles with one or two chunks: what is paid once, for a tile and for a chunk."""
     _, (q, cache, tables, lens, start, *_), _ = case.program("tpu")
     sizes = Sizes(
         num_heads=case.heads,
@@ -39,30 +39,27 @@ def _prefill(chip: str, case: StaticCase) -> int | None:
         itemsize=cache.dtype.itemsize,
     )
     knobs = default_tiles_knobs(sizes, case.tokens, deviceless.chip_named(chip))
-    tile, chunk, step = knobs.tile_queries, knobs.chunk_tokens, knobs.masked_tokens
-    two = jax.ShapeDtypeStruct((2 * tile, *q.shape[1:]), q.dtype)
+    tile = knobs.tile_queries
 
-    def cost(whole_chunks: int, masked_steps: int) -> int | None:
+    def cost(num_tiles: int, num_chunks: int) -> int | None:
         def tiles(q, cache, tables, lens, start):  # type: ignore[no-untyped-def]
-            profile = (whole_chunks, masked_steps)
             options = _options(case)
             return mosaic_tpu.tiles(
-                q, cache, tables, lens, start, None, options, knobs=knobs, profile=profile
+                q, cache, tables, lens, start, None, options, knobs=knobs, profile=num_chunks
             )[0]
 
-        return deviceless.compile_for(chip, tiles, (two, cache, tables, lens, start)).cycles
+        few = jax.ShapeDtypeStruct((num_tiles * tile, *q.shape[1:]), q.dtype)
+        return deviceless.compile_for(chip, tiles, (few, cache, tables, lens, start)).cycles
 
-    costs = [cost(*profile) for profile in ((0, 0), (1, 0), (0, 1))]
-    if None in costs:
+    two, three, longer = cost(2, 1), cost(3, 1), cost(3, 2)
+    if two is None or three is None or longer is None:
         return None
-    base, with_chunk, with_step = (c / 2 for c in costs if c is not None)
-    total = 0.0
-    before = case.context - case.tokens
-    for first in range(before, case.context, tile):
-        whole = (first + 1) // chunk
-        masked = -(-(first + tile - whole * chunk) // step)
-        total += base + whole * (with_chunk - base) + masked * (with_step - base)
-    return round(total)
+    per_chunk = (longer - three) / 3
+    per_tile = three - two - per_chunk
+    once = two - 2 * (per_tile + per_chunk)
+    firsts = range(case.context - case.tokens, case.context, tile)
+    num_chunks = sum(-(-(first + tile) // knobs.chunk_tokens) for first in firsts)
+    return round(once + len(firsts) * per_tile + num_chunks * per_chunk)
 
 
 def _options(case: StaticCase) -> AttentionOptions:

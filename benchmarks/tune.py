@@ -46,7 +46,6 @@ CANDIDATES: dict[str, dict[str, tuple[int, ...]]] = {
     "mosaic_tpu.tiles": {
         "tile_queries": (64, 128, 256, 512),
         "chunk_tokens": (256, 512, 1024),
-        "masked_tokens": (128, 256, 512),
         "lanes": (128, 256, 512),
     },
 }

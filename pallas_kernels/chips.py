@@ -29,6 +29,8 @@ class Chip:
         hbm_bytes_per_second: peak memory bandwidth.
         bf16_flops_per_second: peak dense bfloat16 products.
         clock_hz: of the compute units.
+        array_size: of a TPU's matrix units, which are square: 256 from v6e on, 128 before (Google
+            Cloud's "TPU architecture"; libtpu's model of a product agrees for 7x). 0 for a GPU.
     """
 
     platform: str
@@ -39,6 +41,7 @@ class Chip:
     hbm_bytes_per_second: float
     bf16_flops_per_second: float
     clock_hz: float
+    array_size: int = 0
 
 
 def _gpu(
@@ -66,6 +69,7 @@ def _tpu(name: str, generation: int, vmem_mib: int, hbm: float, flops: float, gh
         hbm_bytes_per_second=hbm,
         bf16_flops_per_second=flops,
         clock_hz=ghz * 1e9,
+        array_size=256 if generation >= 6 else 128,
     )
 
 

@@ -60,7 +60,7 @@ def small_steps(chip: str) -> str:
     """Knobs by which short contexts take many steps, and a kernel compiles in seconds."""
     entry = {"chip": CHIPS[chip].name, "when": {}}
     decode = {"chunk_tokens": 64, "tail_tokens": 32}
-    tiles = {"tile_queries": 32, "chunk_tokens": 64, "masked_tokens": 32, "lanes": 128}
+    tiles = {"tile_queries": 32, "chunk_tokens": 64, "lanes": 128}
     return json.dumps(
         [
             entry | {"kernel": "mosaic_tpu.decode", "knobs": decode},

@@ -62,28 +62,38 @@ class TilesKnobs:
 
     Attributes:
         tile_queries: queries of one tile, a power of two.
-        chunk_tokens: keys that one step of the pipeline copies, and computes on unmasked.
-        masked_tokens: keys of one step where not every query sees every key.
+        chunk_tokens: keys that one step of the pipeline copies and computes on.
         lanes: rows (queries times query heads of a KV head) of one product, at most.
     """
 
     tile_queries: int
     chunk_tokens: int
-    masked_tokens: int
     lanes: int
 
     def vmem_bytes(self, sizes: Sizes) -> int:
         """Memory of the buffers."""
-        words = 2 if sizes.itemsize < 4 else 4
-        lanes = -(-sizes.head_size // 128) * 128
+        number = 2 if sizes.itemsize < 4 else 4
+        width = -(-sizes.head_size // 128) * 128
         chunk = max(self.chunk_tokens, sizes.block_size)
-        queries = self.tile_queries * sizes.num_heads * (lanes * 4 * words + sizes.head_size * 4)
-        logits = 2 * chunk * min(self.lanes, self.tile_queries * sizes.num_heads) * 4
-        return queries + 2 * logits + 2 * chunk * sizes.token_bytes
+        rows = self.tile_queries * sizes.num_heads
+        # Words of two heads each, where an even number of heads shares a KV head.
+        pack = 2 if number == 2 and sizes.num_heads // sizes.num_kv_heads % 2 == 0 else 1
+        heads = -(-sizes.num_heads // (8 * pack)) * 8 * pack
+        words = 3 * self.tile_queries * heads * width * 4 // pack
+        queries = words + rows * (width * number + (sizes.head_size + 8) * 4)
+        lanes = min(self.lanes, rows)
+        patterns = max(1, -(-2 * self.tile_queries // lanes))
+        scores = chunk * lanes * (2 * 4 + 2 * number + 4 * patterns)
+        return queries + scores + 2 * chunk * sizes.token_bytes
 
 
 def vmem_limit(chip: Chip) -> int:
-    """What a kernel may ask for; the rest is the compiler's."""
+    """What a kernel may ask for; the rest is the compiler's.
+
+    On a 7x the compiler sets as much aside for itself as the kernel may ask for.
+    """
+    if chip.arch >= (7, 0):
+        return chip.local_bytes * 31 // 64
     eighths = 6 if chip.local_bytes <= 16 << 20 else 5
     return chip.local_bytes * eighths // 8
 
@@ -103,17 +113,20 @@ def default_decode_knobs(sizes: Sizes, chip: Chip) -> DecodeKnobs:
 
 
 def default_tiles_knobs(sizes: Sizes, max_query_len: int, chip: Chip) -> TilesKnobs:
-    """About 1024 rows per KV head, so that a product's operands are loaded seldom."""
+    """About 2048 rows per KV head, so that a chunk seldom waits for its first and last products."""
     groups = sizes.num_heads // sizes.num_kv_heads
     smallest = 1 << (max(1, 128 // groups) - 1).bit_length()
-    tile = max(smallest, 1 << (1024 // groups).bit_length() - 1)
+    tile = max(smallest, 1 << (2048 // groups).bit_length() - 1)
     tile = min(tile, max(smallest, 1 << (max_query_len - 1).bit_length()))
-    knobs = TilesKnobs(tile_queries=tile, chunk_tokens=512, masked_tokens=256, lanes=512)
-    budget = chip.local_bytes // 2
+    knobs = TilesKnobs(tile_queries=tile, chunk_tokens=512, lanes=512)
+    # The rest is for what the compiler spills.
+    budget = min(chip.local_bytes // 2, vmem_limit(chip) * 7 // 8)
+    while knobs.vmem_bytes(sizes) > budget and knobs.tile_queries > max(smallest, 1024 // groups):
+        knobs = replace(knobs, tile_queries=knobs.tile_queries // 2)
     if knobs.vmem_bytes(sizes) > budget:
         knobs = replace(knobs, chunk_tokens=256)
     while knobs.vmem_bytes(sizes) > budget and knobs.tile_queries > smallest:
         knobs = replace(knobs, tile_queries=knobs.tile_queries // 2)
     if knobs.vmem_bytes(sizes) > budget:
-        knobs = replace(knobs, chunk_tokens=128, masked_tokens=128)
+        knobs = replace(knobs, chunk_tokens=128)
     return knobs

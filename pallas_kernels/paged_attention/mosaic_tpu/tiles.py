@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,34 +11,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ...chips import current_chip, interpret_argument
-from ...layout import LANES
 from ...tuning import tuned
 from ..arguments import AttentionOptions
 from .knobs import Sizes, TilesKnobs, default_tiles_knobs, vmem_limit
 from .rows import RowParts, check_supported
-
-_SUBLANES = 8
-_DEPTH = 256
-_LOG2_E = math.log2(math.e)
-# Finite, so that a row that has seen no key yet has differences that are numbers.
-_NO_PEAK = -1e30
-
-
-class _Plan(NamedTuple):
-    """Static sizes of one call.
-
-    pack: heads of one 32-bit word of a packed query row.
-    simulated: see `_is_simulated`.
-    """
-
-    tile: int
-    pack: int
-    block_size: int
-    pages: int
-    sub_pages: int
-    lanes: int
-    causal: bool
-    simulated: bool
+from .tiles_load import BlockCopies, RowCopies, when
+from .tiles_plan import Plan, outputs_of_words, query_words, tile_list
+from .tiles_rows import pack_rows, unpack_rows
+from .tiles_softmax import SUM_ROWS, Softmax, query_factor
 
 
 def tiles(
@@ -52,19 +31,15 @@ def tiles(
     options: AttentionOptions,
     *,
     knobs: TilesKnobs | None = None,
-    profile: tuple[int, int] | None = None,
+    profile: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of sequences with several queries: see `octavo.pallas_kernels.paged_attention`.
 
     A grid step per tile of queries walks the keys that the tile sees in chunks, copied as in
     `decode`. Scores have keys on sublanes and queries (times the G heads that share a KV head)
-    on lanes: the softmax then reduces over sublanes, which the vector unit does without
-    shuffles, and the weights are an operand of the second product as they are. A chunk that all
-    queries see wholly runs without a mask; at the diagonal, at the edges of a window and at the
-    end of the context, smaller masked steps skip what nobody sees.
+    on lanes. Only the rows of a tile's own tokens are written.
 
-    Queries stay packed: their 32-bit words are read and written with a stride, which separates
-    KV heads at no cost. Only the rows of a tile's own tokens are written.
+    Queries are multiplied by the scale before they are rounded to what the matrix unit takes.
 
     A sequence's result depends on its own queries, context and the knobs, bit for bit.
 
@@ -77,8 +52,8 @@ def tiles(
         sinks: `float32[N]` or None.
         options: see `AttentionOptions`.
         knobs: None means the measured ones, or the heuristic's.
-        profile: (whole chunks, masked steps) that every tile is taken to have, so that a static
-            profiler sees loops of known length. Never for results.
+        profile: chunks that every tile is taken to have, so that a static profiler sees loops of
+            known length. Never for results.
 
     Returns:
         `(out [T, N, H] in q's dtype, lse float32[T, N])`; rows of tokens of sequences with one
@@ -112,27 +87,13 @@ def tiles(
         )
     check_supported(kv_cache, head_size, knobs, sizes, chip)
     parts = RowParts.of(kv_cache, head_size)
-    pack = 2 if parts.product_dtype == jnp.bfloat16 and groups % 2 == 0 else 1
-    pages = max(1, knobs.chunk_tokens // block_size)
-    sub_pages = max(1, min(pages, knobs.masked_tokens // block_size))
-    pages = pages // sub_pages * sub_pages
-    tile = knobs.tile_queries
-    rows = tile * groups
-    plan = _Plan(
-        tile=tile,
-        pack=pack,
-        block_size=block_size,
-        pages=pages,
-        sub_pages=sub_pages,
-        lanes=_lanes(tile, groups, knobs.lanes),
-        causal=options.causal,
-        simulated=_is_simulated(),
-    )
+    packs = parts.product_dtype == jnp.bfloat16
+    plan = Plan.of(knobs, groups=groups, block_size=block_size, packs=packs, causal=options.causal)
+    tile, pack, rows = plan.tile, plan.pack, plan.tile * groups
     word_dtype = jnp.bfloat16 if pack == 2 else jnp.float32
-    words = _words(q.astype(word_dtype), parts.key_width, pack)
-    scalars, row_of_token = _tile_list(
-        context_lens, query_start, num_tokens, tile, block_size, options
-    )
+    scaled = (q.astype(jnp.float32) * query_factor(options)).astype(word_dtype)
+    words = query_words(scaled, parts.key_width, pack)
+    scalars, row_of_token = tile_list(context_lens, query_start, num_tokens, plan, options)
     num_tiles = scalars.shape[1]
     row_sinks = jnp.full((num_kv_heads, groups // pack, pack), -jnp.inf, jnp.float32)
     if sinks is not None:
@@ -147,7 +108,6 @@ def tiles(
 
         return pl.BlockSpec((None, 1, tables.shape[1]), index, memory_space=pltpu.SMEM)
 
-    chunk = pages * block_size
     out, lse = pl.pallas_call(
         functools.partial(
             _kernel, options=options, parts=parts, plan=plan, num_tiles=num_tiles, profile=profile
@@ -170,12 +130,13 @@ def tiles(
                 pltpu.VMEM((2, tile, *words.shape[1:]), word_dtype),
                 pltpu.VMEM((tile, *words.shape[1:]), word_dtype),
                 pltpu.VMEM((num_kv_heads, rows, parts.key_width), parts.product_dtype),
-                pltpu.VMEM((2, num_kv_heads, chunk, width), kv_cache.dtype),
+                pltpu.VMEM((2, num_kv_heads, plan.chunk, width), kv_cache.dtype),
                 pltpu.VMEM((num_kv_heads, 1, rows), jnp.float32),
-                pltpu.VMEM((num_kv_heads, 1, rows), jnp.float32),
-                pltpu.VMEM((num_kv_heads, head_size, rows), jnp.float32),
-                pltpu.VMEM((2, chunk, plan.lanes), jnp.float32),
-                pltpu.SemaphoreType.DMA((2, pages)),
+                pltpu.VMEM((num_kv_heads, SUM_ROWS + head_size, rows), jnp.float32),
+                pltpu.VMEM((2, plan.chunk, plan.lanes), jnp.float32),
+                pltpu.VMEM((2, plan.chunk, plan.lanes), parts.product_dtype),
+                pltpu.VMEM((plan.patterns, plan.chunk, plan.lanes), jnp.float32),
+                pltpu.SemaphoreType.DMA((2, plan.pages)),
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.SemaphoreType.DMA(()),
                 pltpu.SMEM((1,), jnp.int32),
@@ -188,89 +149,17 @@ def tiles(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
             vmem_limit_bytes=vmem_limit(chip),
-            # As in `decode`.
-            disable_bounds_checks=profile is None,
+            # The ids are safe already. (On a 7x the static profiler follows copies by their
+            # checks.)
+            disable_bounds_checks=profile is None or chip.arch < (7, 0),
         ),
         interpret=interpret_argument(),
         name="paged_tiles",
     )(scalars, tables[:, None, :], tables[:, None, :], row_sinks, words, kv_cache)
     lse = lse.reshape(num_tiles, num_kv_heads, groups // pack, tile, pack)
     lse = lse.transpose(0, 3, 1, 2, 4).reshape(num_tiles * tile, num_heads)
-    out = out.reshape(num_tokens, parts.key_width // LANES, -1, LANES).swapaxes(1, 2)
-    out = out.reshape(num_tokens, -1, parts.key_width)[:, :num_heads, :head_size]
+    out = outputs_of_words(out, parts.key_width, num_heads, head_size)
     return out.astype(q.dtype), lse[row_of_token]
-
-
-def _words(q: jax.Array, width: int, pack: int) -> jax.Array:
-    """Queries as rows of 128 lanes `[T, W/128 x N, 128]`, N rounded up to whole vectors.
-
-    The kernel reads every N/pack-th 32-bit row, which wants a last axis of 128.
-    """
-    num_tokens, num_heads, head_size = q.shape
-    padding = -num_heads % (_SUBLANES * pack)
-    q = jnp.pad(q, ((0, 0), (0, padding), (0, width - head_size)))
-    q = q.reshape(num_tokens, -1, width // LANES, LANES).swapaxes(1, 2)
-    return q.reshape(num_tokens, -1, LANES)
-
-
-def _is_simulated() -> bool:
-    """Whether an interpreter runs this that has no views of references."""
-    interpret = interpret_argument()
-    if jax.__version_info__ < (0, 11):
-        return interpret is not False
-    return isinstance(interpret, pltpu.InterpretParams)
-
-
-def _lanes(tile: int, groups: int, most: int) -> int:
-    """The largest part of `tile * groups` rows that divides them and is not above `most`."""
-    if tile >= most:
-        return most
-    return tile * max(d for d in range(1, groups + 1) if groups % d == 0 and tile * d <= most)
-
-
-def _tile_list(
-    context_lens: jax.Array,
-    query_start: jax.Array,
-    num_tokens: int,
-    tile: int,
-    block_size: int,
-    options: AttentionOptions,
-) -> tuple[jax.Array, jax.Array]:
-    """The tiles as `int32[6, NT]` (see `_kernel`), and the row of the tiles of each token."""
-    num_seqs = context_lens.shape[0]
-    query_lens = jnp.diff(query_start)
-    per_seq = jnp.where(query_lens > 1, -(-query_lens // tile), 0)
-    end = jnp.cumsum(per_seq)
-    owners = min(num_seqs, max(num_tokens // 2, 1))
-    bound = min(
-        (num_tokens + owners * (tile - 1)) // tile, owners * -(-options.max_query_len // tile)
-    )
-    index = jnp.arange(max(bound, 1), dtype=jnp.int32)
-    seq = jnp.searchsorted(end, index, side="right").astype(jnp.int32)
-    used = seq < num_seqs
-    seq = jnp.minimum(seq, num_seqs - 1)
-    offset = (index - (end - per_seq)[seq]) * tile
-    count = jnp.where(used, jnp.minimum(tile, query_lens[seq] - offset), 0)
-    seen = options.query_position(context_lens[seq], query_lens[seq], offset)
-    last = seen + count if options.causal else seen + 1
-    first = jnp.zeros_like(seen)
-    if options.sliding_window is not None:
-        first = jnp.maximum(seen - options.sliding_window + 1, 0) // block_size
-    blocks = jnp.where(used, -(-last // block_size) - first, 0)
-    scalars = jnp.stack([seq, query_start[seq] + offset, count, seen, first, blocks])
-
-    token = jnp.arange(num_tokens, dtype=jnp.int32)
-    owner = jnp.searchsorted(query_start[1:], token, side="right").astype(jnp.int32)
-    owner = jnp.minimum(owner, num_seqs - 1)
-    row = (end - per_seq)[owner] * tile + token - query_start[owner]
-    return scalars.astype(jnp.int32), jnp.clip(row, 0, index.shape[0] * tile - 1)
-
-
-def _when(condition: Any) -> Any:
-    """`pl.when`, decided at once if the condition is a Python bool."""
-    if isinstance(condition, bool):
-        return lambda fn: fn() if condition else None
-    return pl.when(condition)
 
 
 def _minimum(a: Any, b: int) -> Any:
@@ -278,7 +167,7 @@ def _minimum(a: Any, b: int) -> Any:
 
 
 def _kernel(
-    scalars_ref,  # int32[6, NT]: sequence, token, count, last key of query 0, first block, blocks
+    scalars_ref,  # int32[6, NT]: see `tile_list`
     table_ref,  # SMEM int32[1, M]
     next_table_ref,  # SMEM int32[1, M], of the next tile
     sinks_ref,  # float32[K, 1, R]
@@ -290,10 +179,11 @@ def _kernel(
     out_buffer_ref,  # [tile, W/128 x N, 128]
     rows_ref,  # [K, R, W]: queries of a KV head, R = G/pack x tile x pack
     buffer_ref,  # [2, K, C, ROW]
-    peak_ref,  # float32[K, 1, R]
-    total_ref,  # float32[K, 1, R]
-    acc_ref,  # float32[K, H, R]
-    logits_ref,  # float32[2, C, lanes]
+    peak_ref,  # these five: see `Softmax`
+    acc_ref,
+    logits_ref,
+    weights_ref,
+    mask_ref,
     kv_semaphores,  # DMA[2, pages]
     q_semaphores,  # DMA[2]
     out_semaphore,  # DMA
@@ -301,15 +191,12 @@ def _kernel(
     *,
     options: AttentionOptions,
     parts: RowParts,
-    plan: _Plan,
+    plan: Plan,
     num_tiles: int,
-    profile: tuple[int, int] | None,
+    profile: int | None,
 ):
     i = pl.program_id(0)
-    tile, pack, block_size, pages, sub_pages, lanes, causal, _ = plan
-    num_kv_heads, head_size, num_rows = acc_ref.shape
-    chunk = pages * block_size
-    sub_chunk = sub_pages * block_size
+    pages, chunk = plan.pages, plan.chunk
     count, seen, first, blocks = (scalars_ref[row, i] for row in range(2, 6))
     following = jnp.minimum(i + 1, num_tiles - 1)
     has_following = (i + 1 < num_tiles) & (scalars_ref[2, following] > 0)
@@ -319,209 +206,25 @@ def _kernel(
     is_used = scalars_ref[2, i] > 0
     if profile is not None:
         is_used = has_following = True
-        count, first_number, next_number = tile, pages, pages
+        count, first_number, next_number = plan.tile, pages, pages
 
-    # Copies.
+    copies = BlockCopies(kv_ref, buffer_ref, kv_semaphores, plan)
+    softmax = Softmax(peak_ref, acc_ref, logits_ref, weights_ref, mask_ref, options, parts, plan)
 
-    def copy_block(ids_ref: Any, column: Any, half: Any, page: Any) -> Any:
-        slots = pl.ds(pl.multiple_of(page * block_size, block_size), block_size)
-        return pltpu.make_async_copy(
-            kv_ref.at[ids_ref[0, column + page]],
-            buffer_ref.at[half, :, slots],
-            kv_semaphores.at[half, page],
-        )
+    def tokens_of(tile_index: Any) -> tuple[Any, Any]:
+        """First token of a tile, and number of them."""
+        number = scalars_ref[2, tile_index] if profile is None else plan.tile
+        return scalars_ref[1, tile_index], number
 
-    def fetch(ids_ref: Any, column: Any, half: Any, number: Any) -> None:
-        """Start copying `number` blocks, from a column of a table into half of the buffer."""
+    def queries(half: Any) -> RowCopies:
+        return RowCopies(q_ref, q_buffer_ref.at[half], q_semaphores.at[half], inwards=True)
 
-        def one(page: Any, carry: None) -> None:
-            copy_block(ids_ref, column, half, page).start()
-
-        # 0 x NaN is NaN: what a masked step reads past the copied blocks must be finite.
-        @_when(number % sub_pages > 0)
-        def _() -> None:
-            slots = pl.ds(pl.multiple_of(number // sub_pages * sub_chunk, sub_chunk), sub_chunk)
-            shape = (num_kv_heads, sub_chunk, buffer_ref.shape[3])
-            buffer_ref[half, :, slots] = jnp.zeros(shape, buffer_ref.dtype)
-
-        @_when(number < pages)
-        def _() -> None:
-            jax.lax.fori_loop(0, number, one, None)
-
-        @_when(number == pages)
-        def _() -> None:
-            for page in range(pages):
-                one(page, None)
-
-    def wait_blocks(half: Any, number: Any) -> None:
-        @_when(number == pages)
-        def _() -> None:
-            for page in range(pages):
-                copy_block(table_ref, 0, half, page).wait()
-
-        @_when(number < pages)
-        def _() -> None:
-            def one(page: Any, carry: None) -> None:
-                copy_block(table_ref, 0, half, page).wait()
-
-            jax.lax.fori_loop(0, number, one, None)
-
-    def by_size(number: Any, do: Any) -> None:
-        """`do(offset, size)` for static sizes that make up `number` rows."""
-        for bit in range(min(tile, q_ref.shape[0]).bit_length()):
-
-            @_when((number >> bit) & 1 == 1)
-            def _(bit: int = bit) -> None:
-                do((number >> (bit + 1)) << (bit + 1), 1 << bit)
-
-    def count_of(tile_index: Any) -> Any:
-        return scalars_ref[2, tile_index] if profile is None else tile
-
-    def copy_q(tile_index: Any, half: Any, start: bool) -> None:
-        def do(offset: Any, size: int) -> None:
-            source = scalars_ref[1, tile_index] + offset
-            copy = pltpu.make_async_copy(
-                q_ref.at[pl.ds(source, size)],
-                q_buffer_ref.at[half, pl.ds(offset, size)],
-                q_semaphores.at[half],
-            )
-            copy.start() if start else copy.wait()
-
-        by_size(count_of(tile_index), do)
-
-    def copy_out(tile_index: Any, start: bool) -> None:
-        def do(offset: Any, size: int) -> None:
-            target = scalars_ref[1, tile_index] + offset
-            copy = pltpu.make_async_copy(
-                out_buffer_ref.at[pl.ds(offset, size)],
-                out_ref.at[pl.ds(target, size)],
-                out_semaphore,
-            )
-            copy.start() if start else copy.wait()
-
-        by_size(count_of(tile_index), do)
+    outputs = RowCopies(out_ref, out_buffer_ref, out_semaphore, inwards=False)
 
     def fetch_following() -> None:
-        @_when(has_following)
+        @when(has_following)
         def _() -> None:
-            fetch(next_table_ref, scalars_ref[4, following], parity_ref[0], next_number)
-
-    # Rows: word j of a KV head holds `pack` heads of a token.
-
-    words_per_token = out_buffer_ref.shape[1] // pack
-    num_parts = rows_ref.shape[2] // LANES
-    per_head = num_rows // (tile * pack)
-
-    def places(k: int) -> Any:
-        """First words of a KV head, each with its rows and lanes in `rows_ref[k]`."""
-        for part in range(num_parts):
-            for j in range(per_head):
-                word = part * (words_per_token // num_parts) + k * per_head + j
-                rows = slice(j * tile * pack, (j + 1) * tile * pack)
-                yield word, rows, slice(part * LANES, (part + 1) * LANES)
-
-    def words(ref: Any, first_word: int) -> Any:
-        """One word of each token of `[tile, X, 128]`, as 32-bit `[tile, 128]`."""
-        ref = ref.bitcast(jnp.int32) if pack == 2 else ref
-        flat = ref.reshape(tile * words_per_token, LANES)
-        return flat.at[pl.ds(first_word, tile, stride=words_per_token), :]
-
-    def heads(word: int) -> Any:
-        return pl.ds(word * pack, pack)
-
-    def unpack_rows(half: Any) -> None:
-        for k in range(num_kv_heads):
-            for word, rows, lane in places(k):
-                if plan.simulated:
-                    row = q_buffer_ref[half, :, heads(word), :].reshape(tile * pack, LANES)
-                else:
-                    row = words(q_buffer_ref.at[half], word)[...]
-                    row = pltpu.bitcast(row, jnp.bfloat16) if pack == 2 else row
-                rows_ref[k, rows, lane] = row.astype(rows_ref.dtype)
-
-    def pack_rows() -> None:
-        for k in range(num_kv_heads):
-            total = total_ref[k]
-            out = acc_ref[k] / jnp.where(total == 0, 1.0, total)
-            out = jnp.pad(out, ((0, rows_ref.shape[2] - head_size), (0, 0))).T
-            lse_ref[k] = (peak_ref[k] + jnp.log2(total)) / _LOG2_E
-            for word, rows, lane in places(k):
-                row = out[rows, lane].astype(out_buffer_ref.dtype)
-                if plan.simulated:
-                    out_buffer_ref[:, heads(word), :] = row.reshape(tile, pack, LANES)
-                else:
-                    row = pltpu.bitcast(row, jnp.int32) if pack == 2 else row
-                    words(out_buffer_ref, word)[...] = row
-
-    # Softmax, with the keys of a chunk on the sublanes and the queries on the lanes.
-
-    def attend(half: Any, offset: Any, size: int, position: Any, masked: bool) -> None:
-        """Fold in `size` slots from `offset` on, the first of them at `position`."""
-        slots = pl.ds(offset, size)
-
-        units = [(k, lane) for k in range(num_kv_heads) for lane in range(0, num_rows, lanes)]
-
-        def scores(unit: int) -> jax.Array:
-            """Store the logits of a unit, in powers of two; return their peak."""
-            k, lane = units[unit]
-            logits = jax.lax.dot_general(
-                parts.key(buffer_ref[half, k, slots, : parts.key_width]),
-                rows_ref[k, lane : lane + lanes, :],
-                (((1,), (1,)), ((), ())),
-                precision=parts.precision,
-                preferred_element_type=jnp.float32,
-            )
-            if options.soft_cap is None:
-                logits = logits * (options.scale * _LOG2_E)
-            else:
-                logits = options.logits(logits) * _LOG2_E
-            if masked:
-                key = position + jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0)
-                row = lane + jax.lax.broadcasted_iota(jnp.int32, (1, lanes), 1)
-                limit = seen + (row % (tile * pack) // pack if causal else 0 * row)
-                logits = jnp.where(options.visible(key, limit), logits, -jnp.inf)
-            logits_ref[unit % 2, :size] = logits
-            return jnp.max(logits, axis=0, keepdims=True)
-
-        def fold(unit: int, new_peak: jax.Array) -> None:
-            k, lane = units[unit]
-            at = slice(lane, lane + lanes)
-            old = peak_ref[k, :, at]
-            peak = jnp.maximum(old, new_peak)
-            shrink = jnp.exp2(old - peak)
-            total = total_ref[k, :, at] * shrink
-            acc = acc_ref[k, :, at] * shrink
-            # In steps of the matrix unit's depth, so that weights go from registers into it.
-            for begin in range(0, size, _DEPTH):
-                keys = slice(begin, min(begin + _DEPTH, size))
-                weights = jnp.exp2(logits_ref[unit % 2, keys] - peak)
-                total += jnp.sum(weights, axis=0, keepdims=True)
-                acc += jax.lax.dot_general(
-                    value_of(k)[:, keys],
-                    weights.astype(parts.product_dtype),
-                    (((1,), (0,)), ((), ())),
-                    precision=parts.precision,
-                    preferred_element_type=jnp.float32,
-                )
-            peak_ref[k, :, at] = peak
-            total_ref[k, :, at] = total
-            acc_ref[k, :, at] = acc
-
-        values: dict[int, jax.Array] = {}
-
-        def value_of(k: int) -> jax.Array:
-            if k not in values:
-                values.clear()
-                begin = head_size - parts.value_begin
-                value = parts.value(buffer_ref[half, k, slots, :]).T
-                values[k] = value[begin : begin + head_size]
-            return values[k]
-
-        new_peak = scores(0)
-        for unit in range(len(units)):
-            later = scores(unit + 1) if unit + 1 < len(units) else new_peak
-            fold(unit, new_peak)
-            new_peak = later
+            copies.start(next_table_ref, scalars_ref[4, following], parity_ref[0], next_number)
 
     def one_chunk(c: Any, number: Any, rest: Any, is_full: Any) -> None:
         """Attend to chunk c of `number` blocks; `rest` blocks come after it."""
@@ -529,40 +232,39 @@ def _kernel(
         parity_ref[0] = 1 - half
         column = first + c * pages
 
-        @_when(rest > 0)
+        @when(rest > 0)
         def _() -> None:
-            fetch(table_ref, column + pages, 1 - half, _minimum(rest, pages))
+            copies.start(table_ref, column + pages, 1 - half, _minimum(rest, pages))
 
-        @_when(rest <= 0)
+        @when(rest <= 0)
         def _() -> None:
             fetch_following()
 
-        wait_blocks(half, number)
-        position = column * block_size
+        copies.wait(table_ref, half, number)
 
-        @_when(is_full)
+        # Masked or not, there is one copy of the code: with a second one the compiler schedules
+        # both so much worse that a mask of zeros is cheap.
+        @when(not is_full if is_full is True else ~is_full)
         def _() -> None:
-            attend(half, 0, chunk, position, masked=False)
+            softmax.mask(column * plan.block_size, seen)
 
-        @_when(jnp.logical_not(is_full) if isinstance(is_full, jax.Array) else not is_full)
+        softmax.attend(rows_ref, buffer_ref.at[half], zero=jnp.minimum(i, 0))
+
+        @when(not is_full if is_full is True else ~is_full)
         def _() -> None:
-            def step(j: Any, carry: None) -> None:
-                offset = pl.multiple_of(j * sub_chunk, sub_chunk)
-                attend(half, offset, sub_chunk, position + offset, masked=True)
-
-            jax.lax.fori_loop(0, pl.cdiv(number, sub_pages), step, None)
+            softmax.unmask()
 
     def all_chunks() -> None:
         if profile is not None:
-            full, steps = profile
-            jax.lax.fori_loop(0, full, lambda c, _: one_chunk(c, pages, pages, True), None)
-            if steps:
-                one_chunk(full, steps * sub_pages, 0, False)
+            # The last one stands for the first of the next tile.
+            softmax.mask(0, seen)
+            jax.lax.fori_loop(0, profile, lambda c, _: one_chunk(c, pages, pages, True), None)
+            softmax.unmask()
             return
 
         def body(c: Any, carry: None) -> None:
             rest = blocks - (c + 1) * pages
-            position = (first + c * pages) * block_size
+            position = (first + c * pages) * plan.block_size
             is_full = position + chunk - 1 <= seen
             if options.sliding_window is not None:
                 is_full &= position > seen + count - 1 - options.sliding_window
@@ -570,39 +272,40 @@ def _kernel(
 
         jax.lax.fori_loop(0, num_chunks, body, None)
 
-        @_when(num_chunks <= 0)
+        @when(num_chunks <= 0)
         def _() -> None:
             fetch_following()
 
-    @_when((i == 0) & is_used)
+    @when((i == 0) & is_used)
     def _() -> None:
         parity_ref[0] = 0
-        copy_q(i, 0, start=True)
-        fetch(table_ref, first, 0, first_number)
+        softmax.unmask()
+        queries(0).start(*tokens_of(i))
+        copies.start(table_ref, first, 0, first_number)
 
-    @_when(is_used)
+    @when(is_used)
     def _() -> None:
         half = i % 2
 
-        @_when(has_following)
+        @when(has_following)
         def _() -> None:
-            copy_q(following, 1 - half, start=True)
+            queries(1 - half).start(*tokens_of(following))
 
-        copy_q(i, half, start=False)
-        unpack_rows(half)
-        sink = sinks_ref[...]
-        peak_ref[...] = jnp.where(sink == -jnp.inf, _NO_PEAK, sink * _LOG2_E)
-        total_ref[...] = jnp.where(sink == -jnp.inf, 0.0, 1.0)
-        acc_ref[...] = jnp.zeros(acc_ref.shape, jnp.float32)
+        queries(half).wait(*tokens_of(i))
+        for k in range(rows_ref.shape[0]):
+            unpack_rows(q_buffer_ref.at[half], rows_ref, k, plan)
+            softmax.begin(k, sinks_ref[k])
         all_chunks()
 
-        @_when(i > 0)
+        @when(i > 0)
         def _() -> None:
-            copy_out(i - 1, start=False)
+            outputs.wait(*tokens_of(i - 1))
 
-        pack_rows()
-        copy_out(i, start=True)
+        for k in range(rows_ref.shape[0]):
+            out, lse_ref[k] = softmax.finish(k)
+            pack_rows(out, k, out_buffer_ref, rows_ref.shape, plan)
+        outputs.start(*tokens_of(i))
 
-        @_when(not has_following if has_following is True else ~has_following)
+        @when(not has_following if has_following is True else ~has_following)
         def _() -> None:
-            copy_out(i, start=False)
+            outputs.wait(*tokens_of(i))
