@@ -178,6 +178,17 @@ def test_splits_of_the_keys_change_no_more_than_rounding(
         np.testing.assert_allclose(lse, results[0][1], atol=1e-5)
 
 
+def test_products_of_some_of_a_tiles_queries() -> None:
+    """On a TPU, products narrower than a tile, whose masks differ."""
+    case, chip = CASES["prefill-whole"], CHIPS[V6E.chip or ""].name
+    case = dataclasses.replace(case, dtype="bfloat16")
+    knobs = {"tile_queries": 64, "chunk_tokens": 64, "lanes": 64}
+    entry = {"kernel": "mosaic_tpu.tiles", "chip": chip, "when": {}, "knobs": knobs}
+    problem = build(case, platform="tpu")
+    worst, _ = errors(*run(problem, dataclasses.replace(V6E, knobs=json.dumps([entry]))), problem)
+    assert worst <= case.tolerances[0]
+
+
 @pytest.mark.parametrize("implementation", FAST, ids=str)
 @pytest.mark.parametrize("bad", [-1, 10**6])
 def test_an_id_outside_the_pool_never_reads_another_sequence(
