@@ -205,7 +205,7 @@ def test_what_cannot_be_loaded_changes_nothing(
         engine.load_adapter("", tiny_adapter(tiny.config, 1))
     with pytest.raises(InvalidRequest, match="'b' is not loaded; loaded: 'a'"):
         engine.unload_adapter("b")
-    with pytest.raises(ValueError, match="2 adapters .* for 1 prompts"):
+    with pytest.raises(ValueError, match=r"2 adapters .* for 1 prompts"):
         engine.generate(prompt(50, 20), GREEDY, adapter=["a", "a"])
     assert engine.adapter_names == ("a",)
     assert greedy(engine, prompt(50, 20), "a") == want

@@ -402,7 +402,7 @@ def test_one_bad_prompt_of_several_starts_none(engine: Engine) -> None:
     with pytest.raises(InvalidRequest):
         engine.generate([prompt(1, 10), [-1]], GREEDY)
     assert_empty(engine)
-    with pytest.raises(ValueError, match="2 sampling params, .* for 1 prompts"):
+    with pytest.raises(ValueError, match=r"2 sampling params, .* for 1 prompts"):
         engine.generate([prompt(1, 10)], [GREEDY, GREEDY])
 
 
