@@ -116,8 +116,9 @@ class ModelRunner(BlockRunner):
             drawn, checked, self._kv_cache, self._history = self._steps.speculate(
                 size, *self._step_args(), rows
             )
-            self.num_draft_tokens += int(checked[0])
-            self.num_accepted_tokens += int(checked[1])
+            num_drafts, num_accepted = np.asarray(checked).tolist()
+            self.num_draft_tokens += num_drafts
+            self.num_accepted_tokens += num_accepted
             return _fetch(drawn, requests)
         return self._decode(requests, rows, num_steps)
 
