@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..models import LoadedModel, LoraAdapter
 from ..models import load_adapter as read_adapter
+from .beams import BeamSearches
 from .request import Request
 from .runner import ModelRunner
 
@@ -16,6 +17,7 @@ class AdapterControl:
     loaded: LoadedModel
     _runner: ModelRunner
     _requests: dict[str, Request]
+    _beams: BeamSearches
 
     def load_adapter(self, name: str, adapter: str | Path | LoraAdapter) -> str:
         """Load a LoRA adapter, or load it again; returns its version, a digest of its weights.
@@ -34,7 +36,8 @@ class AdapterControl:
         """
         if not isinstance(adapter, LoraAdapter):
             adapter = read_adapter(adapter, self.loaded.config)
-        in_use = [r.adapter for r in self._requests.values() if r.adapter is not None]
+        using = [*self._requests.values(), *self._beams.prompts]
+        in_use = [request.adapter for request in using if request.adapter is not None]
         return self._runner.adapters.load(name, adapter, in_use).version
 
     def unload_adapter(self, name: str) -> None:

@@ -98,6 +98,11 @@ class BeamSearches:
         return any(request_id in search.request_ids for search in self._searches)
 
     @property
+    def prompts(self) -> list[Request]:
+        """The prompts of all searches, waiting or running."""
+        return [search.prompt for search in self._searches]
+
+    @property
     def num_running(self) -> int:
         """Searches that have rows; the others wait."""
         return sum(bool(search.rows) for search in self._searches)

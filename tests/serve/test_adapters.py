@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from octavo.models import Llama, LoadedModel, LoraAdapter, save_adapter
-from octavo.serve import Engine, InvalidRequest, NoAdapterSlot, SamplingParams
+from octavo.serve import BeamSearchParams, Engine, InvalidRequest, NoAdapterSlot, SamplingParams
 
 from .tiny import RANK, SIZE, SLOTS, lora_engine, tiny_adapter, tiny_engine, tiny_model
 
@@ -135,7 +135,7 @@ def test_a_request_ends_with_the_weights_that_it_began_with(
     engine.unload_adapter("alone")
     engine.load_adapter("a", old)
     running = engine.add_request(prompt(30, 40), GREEDY, adapter="a")
-    engine.step()
+    begun = engine.step()  # with a token, where all of the prompt is cached
     waiting = engine.add_request(prompt(31, 40), GREEDY, adapter="a")
     if change == "reload":
         engine.load_adapter("a", new)
@@ -150,6 +150,8 @@ def test_a_request_ends_with_the_weights_that_it_began_with(
     with pytest.raises(NoAdapterSlot, match="all 3 adapter slots are taken"):
         engine.load_adapter("d", third)
     got: dict[str, tuple[int, ...]] = {running: (), waiting: ()}
+    for output in begun:
+        got[output.request_id] += output.token_ids
     while engine.num_unfinished:
         for output in engine.step():
             got[output.request_id] += output.token_ids
@@ -231,3 +233,20 @@ def test_no_bit_depends_on_who_runs_beside_an_adapter_or_on_guessing(tiny: Loade
         got = together.generate(prompts, params, adapter=names)
         assert [(a.token_ids, a.logprobs) for a in got] == [(a.token_ids, a.logprobs) for a in want]
     assert len({a.token_ids for a in want}) == 4
+
+
+def test_a_beam_search_ends_with_the_weights_that_it_began_with(tiny: LoadedModel) -> None:
+    engine = lora_engine(tiny, max_loras=1)
+    old, new = tiny_adapter(tiny.config, 0), tiny_adapter(tiny.config, 1)
+    engine.load_adapter("a", old)
+    params = BeamSearchParams(beam_width=2, max_tokens=6, ignore_eos=True)
+    (want,) = engine.beam_search(prompt(90, 20), params, adapter="a")
+    search = engine.add_branches(prompt(90, 20), params, adapter="a")
+    engine.step()
+    with pytest.raises(NoAdapterSlot):
+        engine.load_adapter("a", new)
+    tokens = [output.token_ids for _ in range(20) for output in engine.step()]
+    assert tokens == [want.token_ids] and search
+    engine.load_adapter("a", new)
+    engine.check_invariants()
+    assert engine.stats().num_active_blocks == 0
