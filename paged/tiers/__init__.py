@@ -1,0 +1,24 @@
+"""Where blocks go that the device has no room for: host memory, then disk.
+
+A block of a lower tier is found by a digest of everything that its keys and values depend on, its
+namespace and all tokens up to its end, and is checked against its own tokens when it is read. What
+is not right is a miss: it is counted, logged in one line, and computed again.
+"""
+
+from .disk import DiskTier as DiskTier
+from .host import HostTier as HostTier
+from .keys import extend_keys as extend_keys
+from .keys import root_key as root_key
+from .stack import TierStack as TierStack
+from .tier import Tier as Tier
+from .tier import TierStats as TierStats
+
+__all__ = [
+    "DiskTier",
+    "HostTier",
+    "Tier",
+    "TierStack",
+    "TierStats",
+    "extend_keys",
+    "root_key",
+]

@@ -1,0 +1,105 @@
+"""Blocks in host memory: one array of slots, given to the most recently used keys.
+
+The array is made at once and never grows, and its pages are taken from the system as they are first
+written. So the budget is kept exactly, whatever comes and goes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+
+from .tier import TierStats
+
+
+class HostTier:
+    """A `Tier` of host memory.
+
+    Args:
+        budget_bytes: for keys' and values' bytes.
+        block_bytes: bytes of a block.
+        block_size: tokens of a block, B.
+
+    Raises:
+        ValueError: the budget holds no block.
+    """
+
+    name = "host"
+
+    def __init__(self, *, budget_bytes: int, block_bytes: int, block_size: int):
+        num_slots = budget_bytes // block_bytes
+        if num_slots < 1:
+            raise ValueError(f"{budget_bytes=} holds no block of {block_bytes=}: give it more")
+        self._payloads = np.empty((num_slots, block_bytes), np.uint8)
+        self._tokens = np.empty((num_slots, block_size), np.int32)
+        # The least recently used first.
+        self._slots: OrderedDict[bytes, int] = OrderedDict()
+        self._free = list(range(num_slots))[::-1]
+        # Held while a slot is copied, so that nobody takes it meanwhile.
+        self._lock = threading.Lock()
+        self._hits = self._misses = self._evictions = 0
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._slots
+
+    def put(self, key: bytes, tokens: np.ndarray, payload: np.ndarray) -> None:
+        """See `Tier`."""
+        with self._lock:
+            slot = self._slots.get(key)
+            if slot is None:
+                slot = self._take_slot()
+                self._payloads[slot], self._tokens[slot] = payload, tokens
+                self._slots[key] = slot
+            self._slots.move_to_end(key)
+
+    def _take_slot(self) -> int:
+        if self._free:
+            return self._free.pop()
+        self._evictions += 1
+        return self._slots.popitem(last=False)[1]
+
+    def read(self, key: bytes, tokens: np.ndarray, out: np.ndarray) -> bool:
+        """See `Tier`."""
+        with self._lock:
+            slot = self._slots.get(key)
+            found = slot is not None and np.array_equal(self._tokens[slot], tokens)
+            if found:
+                out[:] = self._payloads[slot]
+            self._hits += found
+            self._misses += not found
+            return found
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """See `Tier`."""
+        with self._lock:
+            for key in reversed(keys):
+                if key in self._slots:
+                    self._slots.move_to_end(key)
+
+    def flush(self) -> None:
+        """See `Tier`: nothing is ever on its way."""
+
+    def clear(self) -> None:
+        """See `Tier`."""
+        with self._lock:
+            self._free += self._slots.values()
+            self._slots.clear()
+
+    def close(self) -> None:
+        """See `Tier`: it ends with the process."""
+
+    def stats(self) -> TierStats:
+        """See `Tier`."""
+        with self._lock:
+            num_slots, block_bytes = self._payloads.shape
+            return TierStats(
+                num_blocks=len(self._slots),
+                num_bytes=len(self._slots) * block_bytes,
+                budget_bytes=num_slots * block_bytes,
+                hits=self._hits,
+                misses=self._misses,
+                evictions=self._evictions,
+            )

@@ -1,0 +1,50 @@
+"""What a block is called below the device: a digest of all that its keys and values depend on.
+
+>>> root = root_key(NamespaceKey(model="m", cache_dtype="float32"), "4 layers")
+>>> keys = extend_keys([], root, np.arange(10, dtype=np.int32), block_size=4)
+>>> len(keys), keys[0] == keys[1]
+(2, False)
+>>> keys == extend_keys(keys[:1], root, np.arange(10, dtype=np.int32), block_size=4)
+True
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import astuple
+
+import numpy as np
+
+from ..namespace import NamespaceKey
+
+KEY_BYTES = 32
+# Another one for another meaning of the bytes below.
+_PERSON = b"octavo-blocks-1"
+
+
+def root_key(namespace: NamespaceKey, payload: str, salt: bytes = b"") -> bytes:
+    """What stands before the first block of a namespace.
+
+    Args:
+        namespace: whose blocks they are.
+        payload: how their bytes are to be read, and by what they were computed.
+        salt: anything else that must be equal.
+    """
+    digest = hashlib.blake2b(digest_size=KEY_BYTES, person=_PERSON)
+    # Each field with its length before it, so that no choice of fields imitates another.
+    for part in (*(field.encode() for field in astuple(namespace)), payload.encode(), salt):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
+
+
+def extend_keys(keys: list[bytes], root: bytes, tokens: np.ndarray, block_size: int) -> list[bytes]:
+    """The keys of all full blocks of `tokens: int32[n]`, of which `keys` are the first."""
+    full = len(tokens) // block_size
+    blocks = np.ascontiguousarray(tokens[: full * block_size], "<i4").reshape(full, block_size)
+    keys, parent = list(keys), keys[-1] if keys else root
+    for block in blocks[len(keys) :]:
+        digest = hashlib.blake2b(parent, digest_size=KEY_BYTES, person=_PERSON)
+        digest.update(block.data)
+        parent = digest.digest()
+        keys.append(parent)
+    return keys

@@ -1,0 +1,78 @@
+"""What a tier is: a store of blocks by key, with a budget, that may forget but never errs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierStats:
+    """A tier in numbers.
+
+    Attributes:
+        num_blocks, num_bytes: what it holds now.
+        budget_bytes: what it may hold.
+        hits: blocks read.
+        misses: blocks that were asked for, and were not there or not right.
+        evictions: blocks that made room for others.
+        drops: blocks that it had no time to take.
+        errors: blocks that could not be read or written, or were not right.
+    """
+
+    num_blocks: int
+    num_bytes: int
+    budget_bytes: int
+    hits: int
+    misses: int
+    evictions: int
+    drops: int = 0
+    errors: int = 0
+
+
+class Tier(Protocol):
+    """A store of blocks, for any number of threads.
+
+    A key is all that names a block; its tokens `int32[B]` are compared as well. What cannot be
+    read is a miss, what cannot be stored is forgotten: both are counted, neither raises.
+    """
+
+    @property
+    def name(self) -> str:
+        """For people and metrics."""
+        ...
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether a block is there, or about to be; nothing is counted."""
+        ...
+
+    def put(self, key: bytes, tokens: np.ndarray, payload: np.ndarray) -> None:
+        """Take a copy of a block's `payload: uint8[block_bytes]`, now or soon."""
+        ...
+
+    def read(self, key: bytes, tokens: np.ndarray, out: np.ndarray) -> bool:
+        """Fill `out: uint8[block_bytes]` and say so; after False it may hold anything."""
+        ...
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Note that a sequence of blocks, from its start, was used: its last block goes first."""
+        ...
+
+    def flush(self) -> None:
+        """Wait until all that was put is stored."""
+        ...
+
+    def clear(self) -> None:
+        """Forget everything."""
+        ...
+
+    def close(self) -> None:
+        """Store what was put and stop; afterwards nothing is taken."""
+        ...
+
+    def stats(self) -> TierStats:
+        """Where it stands."""
+        ...

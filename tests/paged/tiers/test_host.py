@@ -1,0 +1,96 @@
+"""The host tier: right blocks or none, within its budget, the least recently used first."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from octavo.paged.tiers import HostTier
+
+from .blocks import BLOCK_BYTES, SIZES, has, held, key, payload, put, tokens
+
+
+def host_tier(num_blocks: int) -> HostTier:
+    return HostTier(budget_bytes=num_blocks * BLOCK_BYTES + BLOCK_BYTES // 2, **SIZES)
+
+
+def test_a_block_comes_back_as_it_was_put():
+    tier = host_tier(4)
+    put(tier, 1, 2)
+    assert held(tier, 1, 2, 3) == [1, 2]
+    assert key(1) in tier and key(3) not in tier
+    stats = tier.stats()
+    assert (stats.hits, stats.misses, stats.num_blocks) == (2, 1, 2)
+    assert stats.num_bytes == 2 * BLOCK_BYTES <= stats.budget_bytes == 4 * BLOCK_BYTES
+
+
+def test_what_was_put_may_be_overwritten_by_its_owner():
+    tier = host_tier(1)
+    own = payload(1)
+    tier.put(key(1), tokens(1), own)
+    own[:] = 0
+    assert has(tier, 1)
+
+
+def test_other_tokens_under_a_key_are_a_miss():
+    tier = host_tier(4)
+    put(tier, 1)
+    assert not tier.read(key(1), tokens(2), np.zeros(BLOCK_BYTES, np.uint8))
+    assert tier.stats().misses == 1
+
+
+def test_the_least_recently_used_go_and_the_budget_holds():
+    tier = host_tier(3)
+    put(tier, 1, 2, 3)
+    tier.touch([key(1)])
+    put(tier, 4)
+    assert held(tier, 1, 2, 3, 4) == [1, 3, 4]
+    put(tier, 1)  # again, which is a use as well
+    put(tier, 5)
+    assert held(tier, 1, 3, 4, 5) == [1, 4, 5]
+    assert (tier.stats().evictions, tier.stats().num_blocks) == (2, 3)
+
+
+def test_of_a_sequence_that_was_used_the_end_goes_first():
+    tier = host_tier(3)
+    put(tier, 1, 2, 3)
+    tier.touch([key(1), key(2), key(3)])
+    put(tier, 4)
+    assert held(tier, 1, 2, 3) == [1, 2]
+
+
+def test_a_cleared_tier_is_empty_and_takes_blocks():
+    tier = host_tier(2)
+    put(tier, 1, 2)
+    tier.clear()
+    assert held(tier, 1, 2) == []
+    put(tier, 3, 4, 5)
+    assert held(tier, 3, 4, 5) == [4, 5]
+
+
+def test_a_budget_below_one_block_is_refused():
+    with pytest.raises(ValueError, match="no block"):
+        HostTier(budget_bytes=BLOCK_BYTES - 1, **SIZES)
+
+
+def test_many_threads_never_see_half_a_block():
+    tier, wrong = host_tier(3), []
+
+    def use(seed: int) -> None:
+        numbers = np.random.default_rng(seed).integers(0, 8, 300).tolist()
+        for number in numbers:
+            if number % 2:
+                put(tier, number)
+            try:
+                has(tier, number)
+            except AssertionError:
+                wrong.append(number)
+
+    threads = [threading.Thread(target=use, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and tier.stats().hits > 0

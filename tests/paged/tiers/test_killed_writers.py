@@ -1,0 +1,21 @@
+"""A process that is killed while it writes leaves whole blocks and scraps, and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_whatever_is_readable_after_sixty_kills_is_right(tmp_path):
+    program = Path(__file__).with_name("killed_writers.py")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(program), str(tmp_path / "blocks"), "60"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    scraps, right, wrong, errors, in_budget = done.stdout.split()
+    assert int(scraps) > 0, "no kill came in the middle of a write"
+    assert int(right) > 0
+    assert (wrong, errors, in_budget) == ("0", "0", "True")
