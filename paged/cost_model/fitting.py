@@ -1,0 +1,72 @@
+"""Efficiency from what a machine was seen to take: predictions learn from measurements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from .model import CostModel
+from .work import num_chunks, prefill_work
+
+_SHARE: dict[str, str] = {"host": "link", "disk": "disk", "remote": "remote"}
+
+
+def fit_prefill(costs: CostModel, measured: Sequence[tuple[int, int, float]]) -> CostModel:
+    """The same model with the shares of FLOP/s that explain measured prefills best.
+
+    From prefills at several depths, the shares of matrices and of attention are told apart by
+    least squares of relative errors; where one depth only was measured, or the two do not come
+    out positive, all of compute and memory is scaled as one.
+
+    Args:
+        costs: what is to be corrected.
+        measured: `(start, stop, seconds)` of prefills, one sequence alone.
+
+    Raises:
+        ValueError: nothing was measured, or seconds are not positive numbers.
+    """
+    if not measured:
+        raise ValueError("nothing to fit: give at least one (start, stop, seconds)")
+    rows, scales = [], []
+    for start, stop, seconds in measured:
+        if not 0 <= start < stop:
+            raise ValueError(f"{start=} must be from 0 to below {stop=}")
+        overhead = costs.hardware.dispatch_seconds * num_chunks(stop - start, costs.chunk_size)
+        if not (math.isfinite(seconds) and seconds > overhead):
+            raise ValueError(f"{seconds=} must be a number above the {overhead} s of dispatches")
+        work = prefill_work(costs.device_shape, start, stop, chunk_size=costs.chunk_size)
+        ideal = (work.matmul_flops, work.attention_flops)
+        rows.append([flops / costs.machine.peak_flops / (seconds - overhead) for flops in ideal])
+        scales.append((costs.seconds_to_recompute(start, stop) - overhead) / (seconds - overhead))
+    inverse, _, rank, _ = np.linalg.lstsq(np.array(rows), np.ones(len(rows)), rcond=1e-6)
+    efficiency = costs.hardware.efficiency
+    if rank == 2 and np.all(inverse > 0):
+        matmul, attention = (float(1 / share) for share in inverse)
+        efficiency = replace(efficiency, matmul=matmul, attention=attention)
+    else:
+        scale = float(np.exp(np.mean(np.log(scales))))
+        efficiency = replace(
+            efficiency,
+            matmul=efficiency.matmul * scale,
+            attention=efficiency.attention * scale,
+            memory=efficiency.memory * scale,
+        )
+    return replace(costs, hardware=replace(costs.hardware, efficiency=efficiency))
+
+
+def fit_restore(costs: CostModel, tier: str, num_tokens: int, seconds: float) -> CostModel:
+    """The same model with the share of a tier's bandwidth that explains a measured restore.
+
+    Raises:
+        ValueError: the machine has no such tier, or a number is not positive.
+    """
+    if num_tokens < 1 or not (math.isfinite(seconds) and seconds > 0):
+        raise ValueError(f"{num_tokens=} and {seconds=} must be positive")
+    predicted = costs.seconds_to_restore(tier, num_tokens)
+    efficiency = costs.hardware.efficiency
+    share = getattr(efficiency, _SHARE[tier]) * predicted / seconds
+    efficiency = replace(efficiency, **{_SHARE[tier]: share})
+    return replace(costs, hardware=replace(costs.hardware, efficiency=efficiency))
