@@ -62,7 +62,7 @@ def load_model(
         TokenizerError, ChatTemplateError: these parts are broken or not supported.
         ModuleNotFoundError: the packages of the extra `models` are not installed.
     """
-    name, path = _resolve(name_or_path)
+    name, path = find_model(name_or_path)
     try:
         return _load(name, path, dtype, progress)
     except ModuleNotFoundError as error:
@@ -85,7 +85,12 @@ def _load(name: str, path: Path, dtype: DTypeLike, progress: Progress | None) ->
     raise WeightsError(f"{path}: neither a GGUF file nor a directory{hint}")
 
 
-def _resolve(name_or_path: str | Path) -> tuple[str, Path]:
+def find_model(name_or_path: str | Path) -> tuple[str, Path]:
+    """What to call a model, and its file or directory.
+
+    Raises:
+        WeightsError: nothing is there.
+    """
     if isinstance(name_or_path, str) and name_or_path in KNOWN_MODELS:
         return name_or_path, _installed_file(name_or_path)
     path = Path(name_or_path).expanduser()

@@ -1,4 +1,4 @@
-"""The command line: `octavo serve` and `octavo generate`; `octavo replay` has its own file."""
+"""The command line: `octavo serve` and `octavo generate`; the others have files of their own."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ from .console import (
 from .draining_server import DrainingServer
 from .engine import Engine
 from .metrics import ServerMetrics
+from .penalty_cli import penalty
 from .replay_cli import replay
 from .sampling_params import InvalidRequest, SamplingParams
 
@@ -246,6 +247,7 @@ def generate(
         _print_stream(engine, _prompt_ids(engine.loaded, prompt, chat=chat), params)
 
 
+app.command()(penalty)
 app.command()(replay)
 
 

@@ -24,7 +24,8 @@ from ..paged.replay import (
 )
 from ..paged.replay.program import POLICIES
 from .console import RUN_ERROR, USAGE_ERROR, err, give_up, progress_bar, quiet_interrupt
-from .replay_plot import PlotUnavailable, check_plot, draw_plot
+from .plot_files import PlotUnavailable, check_plot
+from .replay_plot import draw_plot
 
 _TABLE_WIDTH = 110  # where stdout is no terminal and so has none
 

@@ -7,29 +7,7 @@ from pathlib import Path
 
 from ..paged.replay import ReplayResult
 from ..paged.replay.report import OPTIMUM, UNLIMITED
-
-
-class PlotUnavailable(RuntimeError):
-    """A plot was asked for that cannot be drawn: matplotlib is missing, or the format unknown."""
-
-
-def check_plot(path: Path) -> None:
-    """Find out before a long replay whether its plot can be drawn.
-
-    Raises:
-        PlotUnavailable: it cannot, and why.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise PlotUnavailable(
-            f"a plot needs matplotlib ({error}): pip install 'octavo[serve]'"
-        ) from error
-    formats = Figure().canvas.get_supported_filetypes()
-    if path.suffix.removeprefix(".").lower() not in formats:
-        raise PlotUnavailable(
-            f"cannot draw {path.name!r}: its name must end in one of {', '.join(sorted(formats))}"
-        )
+from .plot_files import check_plot
 
 
 def draw_plot(results: Sequence[ReplayResult], path: Path, *, title: str) -> None:
