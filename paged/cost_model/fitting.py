@@ -18,8 +18,9 @@ def fit_prefill(costs: CostModel, measured: Sequence[tuple[int, int, float]]) ->
     """The same model with the shares of FLOP/s that explain measured prefills best.
 
     From prefills at several depths, the shares of matrices and of attention are told apart by
-    least squares of relative errors; where one depth only was measured, or the two do not come
-    out positive, all of compute and memory is scaled as one.
+    least squares of relative errors. Those whose matrices wait for the weights (hits that leave
+    few tokens) say nothing of FLOP/s and are left out of that; where too few remain, or the two do
+    not come out positive, all of compute and memory is scaled as one.
 
     Args:
         costs: what is to be corrected.
@@ -38,10 +39,12 @@ def fit_prefill(costs: CostModel, measured: Sequence[tuple[int, int, float]]) ->
         if not (math.isfinite(seconds) and seconds > overhead):
             raise ValueError(f"{seconds=} must be a number above the {overhead} s of dispatches")
         work = prefill_work(costs.device_shape, start, stop, chunk_size=costs.chunk_size)
-        ideal = (work.matmul_flops, work.attention_flops)
-        rows.append([flops / costs.machine.peak_flops / (seconds - overhead) for flops in ideal])
+        if work.matmul_flops >= costs.machine.ridge * work.weight_bytes:
+            ideal = np.array([work.matmul_flops, work.attention_flops]) / costs.machine.peak_flops
+            rows.append(ideal / (seconds - overhead))
         scales.append((costs.seconds_to_recompute(start, stop) - overhead) / (seconds - overhead))
-    inverse, _, rank, _ = np.linalg.lstsq(np.array(rows), np.ones(len(rows)), rcond=1e-6)
+    matrix = np.array(rows).reshape(-1, 2)
+    inverse, _, rank, _ = np.linalg.lstsq(matrix, np.ones(len(rows)), rcond=1e-6)
     efficiency = costs.hardware.efficiency
     if rank == 2 and np.all(inverse > 0):
         matmul, attention = (float(1 / share) for share in inverse)
