@@ -16,6 +16,7 @@ from octavo.paged.cost_model import (
     kv_bytes,
     miss_penalty,
 )
+from octavo.pallas_kernels import CHIPS
 
 LONG = 131_072
 SHAPE, H200 = MODEL_SHAPES["llama-3.1-70b"], HARDWARE["h200"]
@@ -87,6 +88,7 @@ def test_a_tier_that_is_not_there_is_refused_by_name():
 
 def test_devices_share_the_work_and_one_disk():
     eight = CostModel(SHAPE, H200, 8)
+    assert eight.machine.memory_bytes == 8 * 141e9
     assert eight.seconds_to_recompute(0, LONG) == pytest.approx(
         COSTS.seconds_to_recompute(0, LONG) / 8
     )
@@ -224,3 +226,38 @@ def test_what_was_not_measured_is_not_fitted():
         fit_restore(COSTS, "host", 0, 1.0)
     with pytest.raises(ValueError, match="tier='tape'"):
         fit_restore(COSTS, "tape", 1, 1.0)
+
+
+def test_every_chunk_and_every_step_adds_its_dispatch():
+    slow = CostModel(SHAPE, replace(H200, dispatch_seconds=0.5), chunk_size=512)
+    plain = CostModel(SHAPE, H200, chunk_size=512)
+    added = slow.seconds_to_first_token(100, 100 + 1025) - plain.seconds_to_first_token(100, 1125)
+    assert added == pytest.approx(3 * 0.5)
+    assert slow.seconds_to_decode(100) - plain.seconds_to_decode(100) == pytest.approx(0.5)
+    assert slow.seconds_to_recompute(0, 512) - plain.seconds_to_recompute(0, 512) == 0.5
+
+
+def test_a_restore_is_bound_by_what_takes_longest():
+    near = replace(H200, peak_link_bytes=1e15)
+    penalty = miss_penalty(CostModel(SHAPE, near), 1000)
+    assert penalty.by_name["host"].bound_by == penalty.by_name["hit"].bound_by == "memory"
+    assert penalty.by_name["disk"].bound_by == "disk"
+
+
+def test_the_new_tokens_of_a_prompt_must_fit_too():
+    needed = SHAPE.weight_bytes + kv_bytes(SHAPE, 1000)
+    exact = replace(H200, memory_bytes=needed / 0.9 + 1)
+    fit = miss_penalty(CostModel(SHAPE, exact), 1000, 1).fit
+    assert (fit.num_prefixes, fit.fits, fit.needed_devices) == (1, False, 2)
+    assert miss_penalty(CostModel(SHAPE, exact), 999, 1).fit.fits
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=lambda chip: chip.name)
+def test_data_sheets_agree_with_what_the_kernels_know_of_a_chip(chip):
+    """Those are figures of a TensorCore, of which some TPUs have two, as JAX has them: its v5p
+    has 2.46 TB/s, 11 % less than Google Cloud says."""
+    name = f"tpu-{chip.name}" if chip.platform == "tpu" else chip.name
+    cores = 2 if chip.name in ("v4", "v5p", "7x") else 1
+    sheet = HARDWARE[name]
+    assert sheet.peak_flops == pytest.approx(cores * chip.bf16_flops_per_second, rel=0.01)
+    assert sheet.peak_memory_bytes == pytest.approx(cores * chip.hbm_bytes_per_second, rel=0.13)
