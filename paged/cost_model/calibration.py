@@ -32,6 +32,7 @@ _BLOCK_SIZE = 16
 _COPY_BYTES = 1 << 27
 _PIECE_BYTES = 1 << 24
 _NUM_RUNS = 3
+_LEAST_SECONDS = 0.3
 
 
 def calibrate(
@@ -116,15 +117,32 @@ def memory_rate(num_bytes: int = _COPY_BYTES) -> float:
 
 
 def link_rate(num_bytes: int = _COPY_BYTES) -> float:
-    """Bytes per second of copies from host memory to the device, in pieces as a tier moves them."""
-    data = np.ones(_PIECE_BYTES // 4, np.float32)
+    """Bytes per second from host memory into a part of a device array, in pieces as a tier's.
+
+    A device that is the host may take an array as it is, without any copy: the device array is
+    updated in place, which has to copy.
+    """
+    piece = _aligned_ones(_PIECE_BYTES)
+    update = jax.jit(
+        lambda array, piece: jax.lax.dynamic_update_slice(array, piece, (0,)), donate_argnums=0
+    )
+    held = [jnp.zeros(2 * piece.size, jnp.float32)]
     pieces = max(num_bytes // _PIECE_BYTES, 1)
 
     def run() -> None:
         for _ in range(pieces):
-            jax.device_put(data, may_alias=False).block_until_ready()
+            held[0] = update(held[0], piece).block_until_ready()
 
     return pieces * _PIECE_BYTES / median_seconds(run)
+
+
+def _aligned_ones(num_bytes: int) -> np.ndarray:
+    """`float32` ones as XLA's allocators align them: others are copied once more on a CPU."""
+    data = np.empty(num_bytes + 64, np.uint8)
+    start = -data.ctypes.data % 64
+    ones = data[start : start + num_bytes].view(np.float32)
+    ones.fill(1)
+    return ones
 
 
 def disk_rates(folder: Path, num_bytes: int = _COPY_BYTES) -> tuple[float, float]:
@@ -161,14 +179,18 @@ def dispatch_seconds() -> float:
     """Seconds from the call of a program that does nothing to its result on the host."""
     x = jnp.zeros((), jnp.int32)
     nothing = jax.jit(lambda x: x + 1)
-    return median_seconds(lambda: nothing(x), num_runs=20)
+    return median_seconds(lambda: nothing(x))
 
 
-def median_seconds(run: Callable[[], Any], num_runs: int = _NUM_RUNS) -> float:
-    """Median time of `run` with its result ready, after one run that compiles it."""
+def median_seconds(run: Callable[[], Any]) -> float:
+    """Median time of `run` with its result ready, after one run that compiles it.
+
+    As many runs as take 0.3 s, and at least three.
+    """
     jax.block_until_ready(run())
-    seconds = []
-    for _ in range(num_runs):
+    seconds: list[float] = []
+    end = time.perf_counter() + _LEAST_SECONDS
+    while len(seconds) < _NUM_RUNS or time.perf_counter() < end:
         begin = time.perf_counter()
         jax.block_until_ready(run())
         seconds.append(time.perf_counter() - begin)

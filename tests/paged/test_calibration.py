@@ -22,7 +22,7 @@ SHAPE = ModelShape(
 def half_a_second(monkeypatch):
     """Everything that is timed runs once, and takes half a second."""
 
-    def run_once(run, num_runs=0):
+    def run_once(run):
         jax.block_until_ready(run())
         return 0.5
 
