@@ -43,6 +43,16 @@ def admit(
     return state, tables, history, params, admission
 
 
+def append(
+    max_new_blocks: int,
+    state: paged.CacheState,
+    tables: paged.BlockTables,
+    num_tokens: jax.Array,
+) -> tuple[paged.CacheState, paged.BlockTables, jax.Array]:
+    """Grow the tables, as `paged.append`."""
+    return paged.append(state, tables, num_tokens, max_new_blocks=max_new_blocks)
+
+
 def fork(
     state: paged.CacheState,
     tables: paged.BlockTables,

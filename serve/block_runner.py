@@ -70,12 +70,11 @@ class BlockRunner:
         )
         self.spare_rows = SpareRows(range(config.max_num_seqs, self._num_rows), self.release_seat)
         most = -(-config.max_decode_steps // config.block_size) + 1
-        grow = partial(paged.append, max_new_blocks=most)
         self._admit = Program("admit", block_programs.admit, donate=(0, 1, 2, 3))
         self._fork = Program("fork", block_programs.fork, donate=(0, 1, 2, 3))
         self._copy_on_write = Program("copy on write", block_programs.copy_on_write, donate=(0, 1))
         self._hold = Program("hold", block_programs.hold, donate=(0, 1))
-        self._append = Program("append", grow, donate=(0, 1))
+        self._append = Program("append", block_programs.append, settings=most, donate=(0, 1))
         self._publish = Program("publish", paged.publish, donate=(0, 1))
         self._release = Program("release", paged.release, donate=(0, 1))
         self._copy = Program("copy", block_programs.copy, donate=(0,))

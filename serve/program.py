@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +15,32 @@ class Program:
 
     `jax.jit` compiles when it meets new shapes, silently and in the middle of a request. Here a
     caller names the size, can compile it ahead (from several threads at once, without running
-    it), and can count what there is.
+    it), and can count what there is. Engines of one process that are alike share what is compiled.
 
     Args:
         name: for people.
-        fn: the function; all its shapes follow from the size.
+        fn: the function; all its shapes follow from the size and `settings`.
         donate: positions of the arguments that it may overwrite.
-
-    Attributes:
-        name: as given.
-        num_traces: times that `fn` has been traced; one for each size.
+        settings: what else it depends on, compared by value; unless None, `fn`'s first argument,
+            which `donate` does not count.
     """
 
-    def __init__(self, name: str, fn: Callable[..., Any], *, donate: tuple[int, ...]):
-        def traced(*args: Any) -> Any:
-            self.num_traces += 1
-            return fn(*args)
-
+    def __init__(
+        self,
+        name: str,
+        fn: Callable[..., Any],
+        *,
+        donate: tuple[int, ...],
+        settings: Hashable = None,
+    ):
         self.name = name
-        self.num_traces = 0
-        self._jit = jax.jit(traced, donate_argnums=donate)
+        self._jit = _jit(fn, settings, donate)
         self._executables: dict[int, Callable[..., Any]] = {}
+
+    @property
+    def num_sizes(self) -> int:
+        """Sizes that it has been compiled for."""
+        return len(self._executables)
 
     def compile(self, size: int, *args: Any) -> Callable[..., Any]:
         """Compile for a size; arrays or `jax.ShapeDtypeStruct`s stand for the arguments."""
@@ -47,6 +53,12 @@ class Program:
     def __call__(self, size: int, *args: Any) -> Any:
         """Run for a size, compiling first if that has not been done."""
         return (self._executables.get(size) or self.compile(size, *args))(*args)
+
+
+@lru_cache(maxsize=128)
+def _jit(fn: Callable[..., Any], settings: Hashable, donate: tuple[int, ...]) -> Any:
+    # JAX keeps what it has traced and compiled by the identity of what was jitted.
+    return jax.jit(fn if settings is None else partial(fn, settings), donate_argnums=donate)
 
 
 def keep_compiled_programs(folder: str) -> None:

@@ -88,63 +88,30 @@ class Drawn:
     logprobs: TokenLogprobs
 
 
-class ModelSteps:
-    """The steps of one model.
+@dataclass(frozen=True, kw_only=True)
+class StepFns:
+    """The functions behind `ModelSteps`, with all that they depend on beside arrays.
 
     Attributes:
-        weights: the model's arrays; with those of the adapters after them, the first argument of
-            both steps.
-        packed: see `_packed`; its size is T.
-        decode: see `_decode`; its size is R.
-        speculate: see `_speculate`; its size is R.
+        graphdef, treedef, lora_treedef: the structures of model, weights and adapters.
     """
 
-    def __init__(
-        self,
-        model: Llama,
-        lora: LoraStack | None,
-        *,
-        block_size: int,
-        max_decode_steps: int,
-        cascade: bool,
-        num_drafts: int,
-        deterministic: bool,
-    ):
-        graphdef, state = nnx.split(model)
-        self.weights, self._treedef = jax.tree.flatten(state)
-        self._graphdef, self._lora_treedef = graphdef, jax.tree.structure(lora)
-        self._block_size = block_size
-        self._max_steps = max_decode_steps
-        self._num_drafts = num_drafts
-        self._deterministic = deterministic
-        self._cascade = cascade and not deterministic and model.config.sliding_window is None
-        self.packed = Program("packed step", self._packed, donate=(1, 2))
-        self.decode = Program("decode loop", self._decode, donate=(1, 2))
-        self.speculate = Program("speculative decode loop", self._speculate, donate=(1, 2))
-
-    def load_weights(self, model: Llama) -> None:
-        """Take the weights of a model that differs in nothing else.
-
-        Raises:
-            ValueError: it differs; nothing has changed.
-        """
-        graphdef, state = nnx.split(model)
-        weights, treedef = jax.tree.flatten(state)
-        old, new = ([(w.shape, w.dtype) for w in ws] for ws in (self.weights, weights))
-        if (graphdef, treedef, new) != (self._graphdef, self._treedef, old):
-            raise ValueError(
-                "the weights are of another architecture or data type than those they replace: "
-                "make a new engine for them"
-            )
-        self.weights = weights
+    graphdef: nnx.GraphDef[Llama]
+    treedef: jax.tree_util.PyTreeDef
+    lora_treedef: jax.tree_util.PyTreeDef
+    block_size: int
+    max_steps: int
+    num_drafts: int
+    cascade: bool
+    deterministic: bool
 
     def _model(
         self, weights: list[jax.Array], adapter: jax.Array
     ) -> tuple[Llama, LoraBatch | None]:
         """The model, and the adapters in the slots `adapter: int32[T]` for its tokens."""
-        own, others = weights[: len(self.weights)], weights[len(self.weights) :]
-        model = nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, own))
-        stack = jax.tree.unflatten(self._lora_treedef, others)
+        own, others = weights[: self.treedef.num_leaves], weights[self.treedef.num_leaves :]
+        model = nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, own))
+        stack = jax.tree.unflatten(self.lora_treedef, others)
         return model, None if stack is None else LoraBatch.of(stack, adapter)
 
     def _run_fn(
@@ -156,12 +123,12 @@ class ModelSteps:
         def run(
             tokens: jax.Array, positions: jax.Array, kv_cache: KVCache, batch: PagedBatch
         ) -> tuple[jax.Array, KVCache]:
-            batch = replace(batch, batch_invariant=self._deterministic)
+            batch = replace(batch, batch_invariant=self.deterministic)
             return model(tokens, positions, kv_cache, batch, lora)
 
         return run
 
-    def _packed(
+    def packed(
         self,
         weights: list[jax.Array],
         kv_cache: KVCache,
@@ -181,7 +148,7 @@ class ModelSteps:
             jnp.asarray(rows.context_len),
             jnp.asarray(rows.query_len),
             num_tokens=tokens.shape[0],
-            block_size=self._block_size,
+            block_size=self.block_size,
         )
 
         def of_each_token(x: jax.Array | np.ndarray) -> jax.Array:
@@ -189,9 +156,9 @@ class ModelSteps:
             return jnp.repeat(jnp.asarray(x), lens, total_repeat_length=size)
 
         model, lora = self._model(weights, of_each_token(rows.adapter))
-        batch = replace(batch, batch_invariant=self._deterministic)
+        batch = replace(batch, batch_invariant=self.deterministic)
         hidden, kv_cache = model.hidden(tokens, position, kv_cache, batch, lora)
-        logits_fn = partial(model.logits, batch_invariant=self._deterministic)
+        logits_fn = partial(model.logits, batch_invariant=self.deterministic)
         following = history.at[of_each_token(rows.seat), position + 1].get(mode="clip")
         scores = score(logits_fn, hidden, following, of_each_token(rows.scored))
         logits = logits_fn(hidden[batch.logit_rows])
@@ -200,7 +167,7 @@ class ModelSteps:
         drawn = Drawn(tokens=token, logprobs=logprobs)
         return jax.tree.map(lambda x: x[None], drawn), scores, kv_cache, history
 
-    def _decode(
+    def decode(
         self,
         weights: list[jax.Array],
         kv_cache: KVCache,
@@ -221,10 +188,10 @@ class ModelSteps:
         tables, stop_ids = block_ids[seat], params.stop_ids[seat]
         # What is shared now stays so while the rows grow.
         prefixes = None
-        if self._cascade and num_rows > 1:
+        if self.cascade and num_rows > 1:
             lens = jnp.where(rows.limit > 0, rows.context_len, 0)
             prefixes = shared_prefixes(
-                tables, lens, self._block_size, min_saved_blocks=_MIN_SAVED_BLOCKS
+                tables, lens, self.block_size, min_saved_blocks=_MIN_SAVED_BLOCKS
             )
 
         def going(carry: tuple) -> jax.Array:
@@ -237,7 +204,7 @@ class ModelSteps:
                 block_tables=tables,
                 context_lens=jnp.where(active, length + 1, 0),
                 query_start=jnp.arange(num_rows + 1, dtype=jnp.int32),
-                slots=token_slots(tables, row, length, active, self._block_size),
+                slots=token_slots(tables, row, length, active, self.block_size),
                 logit_rows=row,
                 max_query_len=1,
                 prefixes=prefixes,
@@ -252,8 +219,8 @@ class ModelSteps:
             return step + 1, jnp.where(still, new, token), length, still, kv_cache, history, out
 
         out = Drawn(
-            tokens=jnp.full((self._max_steps, num_rows), -1, jnp.int32),
-            logprobs=no_logprobs(self._max_steps, num_rows),
+            tokens=jnp.full((self.max_steps, num_rows), -1, jnp.int32),
+            logprobs=no_logprobs(self.max_steps, num_rows),
         )
         state = jnp.int32(0), rows.token, rows.context_len, rows.limit > 0
         *_, kv_cache, history, out = jax.lax.while_loop(
@@ -261,7 +228,7 @@ class ModelSteps:
         )
         return out, kv_cache, history
 
-    def _speculate(
+    def speculate(
         self,
         weights: list[jax.Array],
         kv_cache: KVCache,
@@ -270,7 +237,7 @@ class ModelSteps:
         params: SeatParams,
         rows: DecodeRows,
     ) -> tuple[Drawn, jax.Array, KVCache, jax.Array]:
-        """Generate what `_decode` would, checking guesses; returns also `int32[2]`, how many.
+        """Generate what `decode` would, checking guesses; returns also `int32[2]`, how many.
 
         The two counts are those of guesses made and of guesses taken.
         """
@@ -288,11 +255,70 @@ class ModelSteps:
             seat,
             context_len,
             limit,
-            num_drafts=self._num_drafts,
-            max_tokens=self._max_steps,
-            block_size=self._block_size,
+            num_drafts=self.num_drafts,
+            max_tokens=self.max_steps,
+            block_size=self.block_size,
         )
         return Drawn(tokens=tokens, logprobs=logprobs), checked, kv_cache, history
+
+
+class ModelSteps:
+    """The steps of one model.
+
+    Attributes:
+        weights: the model's arrays; with those of the adapters after them, the first argument of
+            both steps.
+        packed: see `StepFns.packed`; its size is T.
+        decode: see `StepFns.decode`; its size is R.
+        speculate: see `StepFns.speculate`; its size is R.
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        lora: LoraStack | None,
+        *,
+        block_size: int,
+        max_decode_steps: int,
+        cascade: bool,
+        num_drafts: int,
+        deterministic: bool,
+    ):
+        graphdef, state = nnx.split(model)
+        self.weights, treedef = jax.tree.flatten(state)
+        self._fns = fns = StepFns(
+            graphdef=graphdef,
+            treedef=treedef,
+            lora_treedef=jax.tree.structure(lora),
+            block_size=block_size,
+            max_steps=max_decode_steps,
+            num_drafts=num_drafts,
+            cascade=cascade and not deterministic and model.config.sliding_window is None,
+            deterministic=deterministic,
+        )
+
+        def program(name: str, fn: Callable[..., Any]) -> Program:
+            return Program(name, fn, settings=fns, donate=(1, 2))
+
+        self.packed = program("packed step", StepFns.packed)
+        self.decode = program("decode loop", StepFns.decode)
+        self.speculate = program("speculative decode loop", StepFns.speculate)
+
+    def load_weights(self, model: Llama) -> None:
+        """Take the weights of a model that differs in nothing else.
+
+        Raises:
+            ValueError: it differs; nothing has changed.
+        """
+        graphdef, state = nnx.split(model)
+        weights, treedef = jax.tree.flatten(state)
+        old, new = ([(w.shape, w.dtype) for w in ws] for ws in (self.weights, weights))
+        if (graphdef, treedef, new) != (self._fns.graphdef, self._fns.treedef, old):
+            raise ValueError(
+                "the weights are of another architecture or data type than those they replace: "
+                "make a new engine for them"
+            )
+        self.weights = weights
 
 
 def buckets(smallest: int, largest: int) -> tuple[int, ...]:

@@ -141,8 +141,8 @@ class ModelRunner(BlockRunner):
 
     @property
     def num_programs(self) -> int:
-        """Programs traced so far; never more than `len(self.warmups())`."""
-        return sum(program.num_traces for program in self._all_programs())
+        """Programs compiled so far; never more than `len(self.warmups())`."""
+        return sum(program.num_sizes for program in self._all_programs())
 
     def warmups(self) -> list[tuple[str, Callable[[], object]]]:
         """Every program by name, slowest first, with a call that compiles it without running it.

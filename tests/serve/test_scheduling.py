@@ -152,13 +152,13 @@ def test_the_longest_match_goes_first_and_costs_one_program(tiny: LoadedModel) -
     engine = tiny_engine(tiny, max_num_seqs=1, scheduling_policy="lpm")
     known = prompt(840, 50)
     engine.generate(known, GREEDY)
-    assert engine._runner.prefix_lens.program.num_traces == 0  # nobody had to be compared
+    assert engine._runner.prefix_lens.program.num_sizes == 0  # nobody had to be compared
     engine.add_request(prompt(841, 50), GREEDY, request_id="new")
     engine.add_request([*known[:30], *prompt(842, 20)], GREEDY, request_id="some")
     engine.add_request([*known[:45], *prompt(843, 5)], GREEDY, request_id="most")
     engine.add_request(known, GREEDY, request_id="other tenant", cache_salt="x")
     assert list(run(engine)) == ["most", "some", "new", "other tenant"]
-    assert engine._runner.prefix_lens.program.num_traces == 1
+    assert engine._runner.prefix_lens.program.num_sizes == 1
     names = [name for name, _ in engine._runner.warmups()]
     assert names.count("match") == 1
     assert engine.warmup() == len(names) == engine.num_programs
