@@ -16,12 +16,13 @@ import numpy as np
 
 from .. import paged
 from ..models import LlamaConfig
-from ..paged.cost_model import ModelShape, cost_slope
+from ..paged.cost_model import cost_slope
 from ..pallas_kernels import NULL_BLOCK, init_kv_cache
 from . import block_programs
 from .config import EngineConfig
 from .held import Hold, SpareRows
 from .layout import CacheLayout
+from .model_shape import shape_of
 from .prefix_lens import PrefixLens
 from .program import Program
 from .programs import KVCache
@@ -56,7 +57,7 @@ class BlockRunner:
             config.block_size,
             policy=paged.eviction_policy(
                 config.eviction_policy,
-                slope=cost_slope(_shape(model), config.block_size),
+                slope=cost_slope(shape_of(model), config.block_size),
                 protected=int(_PROTECTED_FRACTION * num_blocks),
             ),
             pin_budget=self._pin_budget(),
@@ -356,14 +357,3 @@ def _cut(tokens: np.ndarray, block_size: int) -> jax.Array:
     padded = np.zeros((1 << max(full - 1, 0).bit_length(), block_size), np.int32)
     padded.reshape(-1)[: full * block_size] = tokens[: full * block_size]
     return jnp.asarray(padded)
-
-
-def _shape(model: LlamaConfig) -> ModelShape:
-    return ModelShape.dense(
-        num_layers=model.num_layers,
-        width=model.hidden_size,
-        mlp_width=model.intermediate_size,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_size=model.head_size,
-    )

@@ -150,15 +150,12 @@ class ModelShape:
         num_heads: int,
         num_kv_heads: int,
         head_size: int,
-        vocab_size: int = 0,
+        vocab_size: int,
         tie_embeddings: bool = False,
         sliding_window: int | None = None,
         dtype_bytes: int = 2,
     ) -> ModelShape:
-        """A shape with the parameters of gated MLPs and attention counted from the widths.
-
-        Without a vocabulary, without embedding and head.
-        """
+        """A shape with the parameters of gated MLPs and attention counted from the widths."""
         attention = 2 * width * (num_heads + num_kv_heads) * head_size  # q and out, k and v
         gated_mlp = 3 * width * mlp_width
         return cls(
