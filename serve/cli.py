@@ -224,9 +224,14 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text.")] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Go on past the end of the text.")] = False,
+    adapter: Annotated[
+        str | None, typer.Option(metavar="PATH", help="A LoRA adapter (PEFT directory) to use.")
+    ] = None,
     **options: Any,
 ) -> None:
     """Continue PROMPT on stdout as the text comes; a line of figures follows on stderr."""
+    if adapter is not None:
+        options["max_loras"] = max(options["max_loras"], 1)
     config = _engine_config(options)
     try:
         params = SamplingParams(
@@ -244,7 +249,9 @@ def generate(
     with quiet_interrupt():
         with progress_bar() as progress:
             engine = _engine(model, config, progress)
-        _print_stream(engine, _prompt_ids(engine.loaded, prompt, chat=chat), params)
+            if adapter is not None:
+                load_modules(engine, {adapter: adapter}, engine.loaded.name)
+        _print_stream(engine, _prompt_ids(engine.loaded, prompt, chat=chat), params, adapter)
 
 
 app.command()(penalty)
@@ -263,9 +270,11 @@ def _prompt_ids(loaded: LoadedModel, prompt: str, *, chat: bool) -> Sequence[int
     return loaded.tokenizer.encode(text, add_special_tokens=False)
 
 
-def _print_stream(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> None:
+def _print_stream(
+    engine: Engine, prompt: Sequence[int], params: SamplingParams, adapter: str | None
+) -> None:
     num_programs, start = engine.num_programs, time.perf_counter()
-    outputs = engine.stream(prompt, params)
+    outputs = engine.stream(prompt, params, adapter=adapter)
     try:
         with progress_bar() as progress:
             progress(0, 0, "first token")

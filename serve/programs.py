@@ -93,12 +93,12 @@ class StepFns:
     """The functions behind `ModelSteps`, with all that they depend on beside arrays.
 
     Attributes:
-        graphdef, treedef, lora_treedef: the structures of model, weights and adapters.
+        graphdef, treedef, lora_treedef: structures of model, weights and adapters, as JAX has them.
     """
 
     graphdef: nnx.GraphDef[Llama]
-    treedef: jax.tree_util.PyTreeDef
-    lora_treedef: jax.tree_util.PyTreeDef
+    treedef: Any
+    lora_treedef: Any
     block_size: int
     max_steps: int
     num_drafts: int

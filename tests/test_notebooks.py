@@ -14,7 +14,8 @@ NOTEBOOKS = sorted(FOLDER.glob("*.py"))
 
 
 def test_every_notebook_has_a_test() -> None:
-    assert [path.stem for path in NOTEBOOKS] == ["lora", "own_model", "prefix_reuse"]
+    names = ["branching", "lora", "own_model", "prefix_reuse"]
+    assert [path.stem for path in NOTEBOOKS] == names
 
 
 def test_the_prefix_is_paid_for_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,6 +39,19 @@ def test_a_model_of_ones_own_equals_its_unpaged_twin(capsys: pytest.CaptureFixtu
     assert all(float(error) < 1e-5 for _, error in errors)
     assert out.count("equal to the unpaged model's: True") == 2
     assert "active blocks after both are released: 0" in out
+
+
+def test_branches_share_what_they_have_in_common(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(FOLDER / "branching.py"))
+    out = capsys.readouterr().out
+    numbers = dict(re.findall(r"^([a-z][\w ]+?) (\d+)(?: |$)", out, re.MULTILINE))
+    root = int(re.findall(r"blocks (\d+)$", out, re.MULTILINE)[0])
+    assert int(numbers["blocks after three forks"]) == root
+    assert int(numbers["prompt tokens computed for them"]) <= 3
+    # Sixteen tokens of its own, in two blocks at most, of which one may begin as the root's last.
+    assert root < int(numbers["blocks after 16 tokens each"]) <= root + 3 * 2
+    assert int(numbers["cached"]) > 400 and int(numbers["active blocks"]) == 0
+    assert len(re.findall(r"^ +-\d+\.\d+ '", out, re.MULTILINE)) == 3
 
 
 def test_adapters_trained_in_a_notebook_answer_in_one_batch(

@@ -182,3 +182,20 @@ def test_the_command_line_loads_adapters_before_it_serves(
         code, _, error = run(*options, *arguments)
         assert code == exit_code and words in " ".join(error.split()), error
     assert len(served) == 1
+
+
+def test_the_command_line_generates_with_an_adapter(
+    tiny: LoadedModel, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "load_model", lambda *_, **__: tiny)
+    options = ["generate", "tiny", "one two three", "--temperature", "0", "--max-tokens", "8"]
+    options += ["--num-blocks", "40", "--compilation-cache-dir", ""]
+    options += ["--max-num-seqs", "1", "--max-num-batched-tokens", "16"]
+    path = folder / "allowed/one"
+    code, with_adapter, error = run(*options, "--adapter", str(path))
+    assert code == 0, error
+    code, without, error = run(*options)
+    assert code == 0, error
+    assert with_adapter != without
+    code, _, error = run(*options, "--adapter", str(folder / "nowhere"))
+    assert code == 1 and "has no adapter_config.json" in " ".join(error.split())
