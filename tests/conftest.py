@@ -1,5 +1,6 @@
 """What holds for every test: CPU, strict dtype promotion, no network, compiled programs kept."""
 
+import ctypes
 import gc
 import ipaddress
 import os
@@ -67,6 +68,9 @@ def not_too_many_programs() -> Iterator[None]:
     if not mappings.exists() or mappings.read_bytes().count(b"\n") > 20_000:
         jax.clear_caches()
         gc.collect()
+    # What compilers have given back would else stay with this process: gigabytes by the end.
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 class NetworkBlocked(RuntimeError):
