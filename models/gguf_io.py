@@ -103,6 +103,24 @@ class _Cursor:
         except UnicodeDecodeError as error:
             raise self.fail(f"{what} is not UTF-8: {error}") from error
 
+    def strings(self, count: int, what: str) -> list[str]:
+        """As `string`, `count` times: a vocabulary has so many that calls would take long."""
+        data, pos, texts, read_length = self.data, self.pos, [], struct.Struct("<Q").unpack_from
+        try:
+            for _ in range(count):
+                start = pos + 8
+                end = start + read_length(data, pos)[0]
+                if end > len(data):
+                    raise ValueError("past the end")
+                texts.append(data[start:end].decode("utf-8"))
+                pos = end
+        except (struct.error, ValueError):
+            self.pos = pos
+            self.string(what)  # says what is wrong
+            raise
+        self.pos = pos
+        return texts
+
     def value(self, type_id: int, key: str) -> Any:
         if type_id == _STRING:
             return self.string(key)
@@ -113,7 +131,7 @@ class _Cursor:
         item = self.number("I", f"the item type of {key}")
         if item == _STRING:
             length = self.count(8, f"the length of {key}")
-            return [self.string(key) for _ in range(length)]
+            return self.strings(length, key)
         if item not in _SCALARS:
             # An array of arrays is allowed by the format; no model needs one.
             raise self.fail(f"{key} is an array of the unsupported item type {item}")

@@ -22,7 +22,9 @@ class TokenBytes:
     def __init__(self, backend: tokenizers.Tokenizer):
         self._backend = backend
         self._added = {i: t.content for i, t in backend.get_added_tokens_decoder().items()}
-        kinds = _kinds(json.loads(backend.to_str()).get("decoder"))
+        # Of the decoder alone: a whole tokenizer is megabytes of text.
+        decoder = backend.decoder
+        kinds = _kinds(None if decoder is None else json.loads(decoder.__getstate__()))
         self._alphabet = _byte_level_alphabet() if "ByteLevel" in kinds else None
 
     def __call__(self, token_id: int) -> bytes:

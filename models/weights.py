@@ -12,7 +12,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -251,6 +251,22 @@ def _fill(parameter: _Parameter, source: TensorSource, dtype: np.dtype) -> jax.A
     return jnp.asarray(target)
 
 
+def _abstract_model(config: LlamaConfig, dtype: DTypeLike) -> Llama:
+    """The model with shapes for arrays."""
+
+    def one_layer() -> Llama:
+        return Llama(replace(config, num_layers=1), dtype=dtype, rngs=nnx.Rngs(0))
+
+    # All layers are alike, and tracing the making of one takes a while.
+    model = nnx.eval_shape(one_layer)
+    model.config = model.layers[0].config = config
+    graphdef, state = nnx.split(model.layers[0])
+    model.layers = nnx.List(
+        [nnx.merge(graphdef, state, copy=True) for _ in range(config.num_layers)]
+    )
+    return model
+
+
 def build_model(
     config: LlamaConfig,
     source: TensorSource,
@@ -267,8 +283,7 @@ def build_model(
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"dtype={jnp.dtype(dtype)} must be a floating-point type")
     parameters = _check(config, source)
-    abstract = nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0)))
-    graphdef, state = nnx.split(abstract)
+    graphdef, state = nnx.split(_abstract_model(config, dtype))
     flat = dict(nnx.to_flat_state(state))
     if {p.path: p.shape for p in parameters} != {path: v.shape for path, v in flat.items()}:
         raise AssertionError("the parameters of Llama and those of models/weights.py differ")

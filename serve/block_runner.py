@@ -28,7 +28,7 @@ from .program import Program
 from .programs import KVCache
 from .request import Request
 from .rows import seat_of
-from .seats import init_seats, no_params, params_of
+from .seats import SeatParams, init_seats, no_params, params_of
 
 _PROTECTED_FRACTION = 0.8  # of the pool, in `slru`
 
@@ -45,30 +45,18 @@ class BlockRunner:
 
     def __init__(self, model: LlamaConfig, config: EngineConfig, layout: CacheLayout):
         self.layout = layout
-        self._config = config
+        self._model, self._config = model, config
         # Blocks that fill in one step, and one for each sequence that does not.
         self._max_filled = -(-config.max_num_batched_tokens // config.block_size) + (
             config.max_num_seqs * (1 + -(-config.max_decode_steps // config.block_size))
         )
         num_blocks = self.layout.shape[0]
         self._kv_cache = init_kv_cache(model.num_layers, self.layout.shape, self.layout.dtype)
-        self._state = paged.init_cache(
-            num_blocks,
-            config.block_size,
-            policy=paged.eviction_policy(
-                config.eviction_policy,
-                slope=cost_slope(shape_of(model), config.block_size),
-                protected=int(_PROTECTED_FRACTION * num_blocks),
-            ),
-            pin_budget=self._pin_budget(),
-        )
         self.num_unpinned_blocks = num_blocks - 1 - self._pin_budget()
         # A row for each seat, and as many spare ones.
         self._num_rows = 2 * config.max_num_seqs
-        self._tables = paged.init_tables(self._num_rows, self.layout.blocks_per_seq)
-        self._history, self._params = init_seats(
-            self._num_rows, self.layout.blocks_per_seq * config.block_size
-        )
+        # One compilation for all the arrays in place of one for each.
+        self._state, self._tables, (self._history, self._params) = jax.jit(self._init)()
         self.spare_rows = SpareRows(range(config.max_num_seqs, self._num_rows), self.release_seat)
         most = -(-config.max_decode_steps // config.block_size) + 1
         self._admit = Program("admit", block_programs.admit, donate=(0, 1, 2, 3))
@@ -86,6 +74,21 @@ class BlockRunner:
         self._pin = jax.jit(paged.pin_tokens, donate_argnums=0)
         self._unpin = jax.jit(paged.unpin_tokens, donate_argnums=0)
         self._reset = jax.jit(paged.reset_cache, donate_argnums=0)
+
+    def _init(self) -> tuple[paged.CacheState, paged.BlockTables, tuple[jax.Array, SeatParams]]:
+        num_blocks, columns = self.layout.shape[0], self.layout.blocks_per_seq
+        policy = paged.eviction_policy(
+            self._config.eviction_policy,
+            slope=cost_slope(shape_of(self._model), self._config.block_size),
+            protected=int(_PROTECTED_FRACTION * num_blocks),
+        )
+        return (
+            paged.init_cache(
+                num_blocks, self._config.block_size, policy=policy, pin_budget=self._pin_budget()
+            ),
+            paged.init_tables(self._num_rows, columns),
+            init_seats(self._num_rows, columns * self._config.block_size),
+        )
 
     def _pin_budget(self) -> int:
         # The longest request always finds room once the others are gone.
@@ -347,7 +350,7 @@ class BlockRunner:
 
 
 def _no_copies(shape: tuple[int, ...]) -> paged.BlockCopies:
-    blocks = jnp.full(shape, NULL_BLOCK, jnp.int32)
+    blocks = jax.device_put(np.full(shape, NULL_BLOCK, np.int32))
     return paged.BlockCopies(source=blocks, target=blocks)
 
 
