@@ -293,7 +293,7 @@ def _print_stream(
         f"{last.num_generated_tokens} tokens, "
         f"{last.num_cached_tokens} of {last.num_prompt_tokens} prompt tokens cached, "
         f"TTFT {first - start:.3f} s, {rate:.1f} tok/s"
-        + (f" (compiling {compiled} programs included)" if compiled else ""),
+        + (f" (compiling or loading {compiled} programs included)" if compiled else ""),
         soft_wrap=True,
     )
 

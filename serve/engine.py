@@ -29,10 +29,10 @@ from .explain_compile import ProgramReport, explain_programs
 from .grammars import Grammars
 from .held import Hold
 from .intake import Intake, Prompt
+from .kept_programs import keep_compiled_programs
 from .lifecycle import Lifecycle
 from .logprobs import report
 from .outputs import COUNTERS, EngineStats, RequestOutput
-from .program import keep_compiled_programs
 from .programs import Drawn
 from .request import Request
 from .runner import ModelRunner
@@ -60,8 +60,9 @@ class Engine(Answers, Lifecycle, AdapterControl):
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig | None = None):
         self.config = config = config or EngineConfig()
-        keep_compiled_programs(config.compilation_cache_dir)
+        store = keep_compiled_programs(config, loaded.model)
         runner = ModelRunner(loaded.model, config)
+        runner.keep_programs_in(store)
         intake = Intake(loaded, runner.layout, config.block_size, runner.adapters)
         super().__init__(loaded, runner, intake)
         self._scheduler = Scheduler(
@@ -445,7 +446,7 @@ class Engine(Answers, Lifecycle, AdapterControl):
         )
 
     def warmup(self, progress: Callable[[int, int, str], None] | None = None) -> int:
-        """Compile every program, several at once, so that no request waits for a compilation.
+        """Compile or load every program, several at once, so that no request waits for one.
 
         Args:
             progress: called with (done, total, what) at the start and after each program.
@@ -457,9 +458,9 @@ class Engine(Answers, Lifecycle, AdapterControl):
 
     def explain_compile(self) -> Iterator[ProgramReport]:
         """Compile every program, one after the other, and say what each is for."""
-        return explain_programs(self._runner.warmups())
+        return explain_programs(self._runner.warmups(), lambda: self._runner.num_loaded)
 
     @property
     def num_programs(self) -> int:
-        """Programs traced so far; never more than `warmup` returns."""
+        """Programs compiled or loaded so far; never more than `warmup` returns."""
         return self._runner.num_programs

@@ -50,9 +50,14 @@ class ProgramReport:
 
 
 def explain_programs(
-    warmups: Sequence[tuple[str, Callable[[], object]]],
+    warmups: Sequence[tuple[str, Callable[[], object]]], num_loaded_fn: Callable[[], int]
 ) -> Iterator[ProgramReport]:
-    """Compile the programs of `ModelRunner.warmups` one after the other and report each."""
+    """Compile the programs of `ModelRunner.warmups` one after the other and report each.
+
+    Args:
+        warmups: names, and calls that compile.
+        num_loaded_fn: how many programs have been loaded whole so far.
+    """
     hits = 0
 
     def listen(event: str, **_: str | int) -> None:
@@ -62,7 +67,7 @@ def explain_programs(
     jax.monitoring.register_event_listener(listen)
     try:
         for full_name, compile_fn in warmups:
-            before, begin = hits, time.perf_counter()
+            before, loaded, begin = hits, num_loaded_fn(), time.perf_counter()
             compile_fn()
             seconds = time.perf_counter() - begin
             name, _, size = full_name.partition(" of ")
@@ -71,7 +76,7 @@ def explain_programs(
                 size=size,
                 why=_why(name),
                 seconds=seconds,
-                was_kept=hits > before,
+                was_kept=hits > before or num_loaded_fn() > loaded,
             )
     finally:
         jax.monitoring.unregister_event_listener(listen)

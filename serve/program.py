@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any
 
 import jax
+
+from .program_store import ProgramStore
 
 
 class Program:
@@ -35,19 +36,41 @@ class Program:
     ):
         self.name = name
         self._jit = _jit(fn, settings, donate)
+        self._store: ProgramStore | None = None
         self._executables: dict[int, Callable[..., Any]] = {}
+        self._loaded: set[int] = set()
 
     @property
     def num_sizes(self) -> int:
-        """Sizes that it has been compiled for."""
+        """Sizes that it has been compiled or loaded for."""
         return len(self._executables)
 
+    @property
+    def num_loaded(self) -> int:
+        """Sizes for which a kept program has been loaded, and nothing traced or compiled."""
+        return len(self._loaded)
+
+    def keep_in(self, store: ProgramStore | None) -> None:
+        """Load programs from `store` where it has them, and keep there what is compiled."""
+        self._store = store
+
     def compile(self, size: int, *args: Any) -> Callable[..., Any]:
-        """Compile for a size; arrays or `jax.ShapeDtypeStruct`s stand for the arguments."""
+        """Compile or load for a size; arrays or `jax.ShapeDtypeStruct`s stand for arguments."""
         executable = self._executables.get(size)
         if executable is None:
-            executable = self._jit.lower(*args).compile()
-            self._executables[size] = executable
+            executable = self._executables[size] = self._load(size, args) or self._make(size, args)
+        return executable
+
+    def _load(self, size: int, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+        executable = self._store.load(self.name, size, args) if self._store else None
+        if executable is not None:
+            self._loaded.add(size)
+        return executable
+
+    def _make(self, size: int, args: tuple[Any, ...]) -> Callable[..., Any]:
+        executable = self._jit.lower(*args).compile()
+        if self._store:
+            self._store.save(self.name, size, args, executable)
         return executable
 
     def __call__(self, size: int, *args: Any) -> Any:
@@ -59,16 +82,3 @@ class Program:
 def _jit(fn: Callable[..., Any], settings: Hashable, donate: tuple[int, ...]) -> Any:
     # JAX keeps what it has traced and compiled by the identity of what was jitted.
     return jax.jit(fn if settings is None else partial(fn, settings), donate_argnums=donate)
-
-
-def keep_compiled_programs(folder: str) -> None:
-    """Keep compiled programs in `folder` between runs of this process's user; '' for nowhere."""
-    # Whoever has chosen a folder for this process keeps it.
-    chosen = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    if not folder or chosen:
-        return
-    path = Path(folder).expanduser()
-    path.mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(path))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -19,6 +19,7 @@ from .block_runner import BlockRunner
 from .config import EngineConfig
 from .layout import CacheLayout
 from .program import Program
+from .program_store import ProgramStore
 from .programs import DecodeRows, Drawn, ModelSteps, bucket_for, buckets
 from .prompt_logprobs import record
 from .request import Request
@@ -139,10 +140,20 @@ class ModelRunner(BlockRunner):
 
     # ---- compilation -----------------------------------------------------------------------
 
+    def keep_programs_in(self, store: ProgramStore | None) -> None:
+        """Load programs from `store` where it has them, and keep there what is compiled."""
+        for program in self._all_programs():
+            program.keep_in(store)
+
     @property
     def num_programs(self) -> int:
-        """Programs compiled so far; never more than `len(self.warmups())`."""
+        """Programs compiled or loaded so far; never more than `len(self.warmups())`."""
         return sum(program.num_sizes for program in self._all_programs())
+
+    @property
+    def num_loaded(self) -> int:
+        """Programs loaded whole from where they are kept, of those."""
+        return sum(program.num_loaded for program in self._all_programs())
 
     def warmups(self) -> list[tuple[str, Callable[[], object]]]:
         """Every program by name, slowest first, with a call that compiles it without running it.
