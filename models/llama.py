@@ -18,6 +18,7 @@ from ..paged import PagedBatch, cached_attention
 from .config import LlamaConfig
 from .lora import LayerLora, LoraBatch, LoraStack, add_lora
 from .products import by_rows
+from .quantized import QuantizedWeight, check_quantization, quantize_parameter
 from .rope import apply_rope, rope_angles
 
 KVCache = tuple[jax.Array, ...]
@@ -88,7 +89,7 @@ class LlamaLayer(nnx.Module):
         config = self.config
         normed = rms_norm(x, self.attn_norm[...], config.rms_norm_eps)
         invariant = batch is not None and batch.batch_invariant
-        qkv = _linear(normed, self.qkv[...], self.qkv_bias, invariant)
+        qkv = _linear(normed, self.qkv.get_value(), self.qkv_bias, invariant)
         q = qkv[:, :, :-2].reshape(x.shape[0], config.num_heads, config.head_size)
         q, k, v = add_lora(lora, "qkv", normed, (q, qkv[:, :, -2], qkv[:, :, -1]), invariant)
         if self.q_norm is not None and self.k_norm is not None:
@@ -102,16 +103,16 @@ class LlamaLayer(nnx.Module):
         else:
             out, kv_cache = cached_attention(q, k, v, kv_cache, batch, sliding_window=window)
         out = out.reshape(x.shape[0], -1)
-        projected = _linear(out, self.out[...], self.out_bias, invariant, contracted=3)
+        projected = _linear(out, self.out.get_value(), self.out_bias, invariant, contracted=3)
         (attended,) = add_lora(lora, "out", out, (projected,), invariant)
         return attended, kv_cache
 
     def _mlp(self, x: jax.Array, lora: LayerLora | None, invariant: bool) -> jax.Array:
         normed = rms_norm(x, self.mlp_norm[...], self.config.rms_norm_eps)
-        gate_up = _linear(normed, self.gate_up[...], self.gate_up_bias, invariant)
+        gate_up = _linear(normed, self.gate_up.get_value(), self.gate_up_bias, invariant)
         gate, up = add_lora(lora, "gate_up", normed, (gate_up[:, 0], gate_up[:, 1]), invariant)
         hidden = jax.nn.silu(gate) * up
-        projected = _linear(hidden, self.down[...], self.down_bias, invariant)
+        projected = _linear(hidden, self.down.get_value(), self.down_bias, invariant)
         (out,) = add_lora(lora, "down", hidden, (projected,), invariant)
         return out
 
@@ -145,6 +146,11 @@ class Llama(nnx.Module):
             None if config.tie_embeddings else nnx.Param(_init(rngs.params(), shape, dtype))
         )
 
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of activations, and of the weights that are not quantised."""
+        return self.norm[...].dtype
+
     def __call__(
         self,
         tokens: jax.Array,
@@ -177,7 +183,7 @@ class Llama(nnx.Module):
         lora: LoraBatch | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """As a call, but returns what the last layer makes of every token, `[T, D]`."""
-        x = self.embed[...][tokens]
+        x = self._embedded(tokens)
         angles = rope_angles(positions, self.config)
         caches: list[Any] = []
         for i, (layer, cache) in enumerate(zip(self.layers, kv_cache, strict=True)):
@@ -192,7 +198,7 @@ class Llama(nnx.Module):
         They have a gradient, which those of the paged model have not. To train an adapter, take it
         in `lora`, a stack of one slot.
         """
-        x = self.embed[...][tokens]
+        x = self._embedded(tokens)
         angles = rope_angles(jnp.arange(tokens.shape[0], dtype=jnp.int32), self.config)
         batch = None if lora is None else LoraBatch.of(lora, jnp.ones_like(tokens))
         for i, layer in enumerate(self.layers):
@@ -203,12 +209,39 @@ class Llama(nnx.Module):
     def logits(self, x: jax.Array, batch_invariant: bool = False) -> jax.Array:
         """Logits `float32[R, V]` of hidden states `x: [R, D]`."""
         x = rms_norm(x, self.norm[...], self.config.rms_norm_eps)
-        head = self.embed if self.head is None else self.head
+        head = (self.embed if self.head is None else self.head).get_value()
+        if isinstance(head, QuantizedWeight):
+            return head.times(x, batch_invariant)
 
         def product(rows: jax.Array) -> jax.Array:
-            return jnp.einsum("rd,vd->rv", rows, head[...], preferred_element_type=jnp.float32)
+            return jnp.einsum("rd,vd->rv", rows, head, preferred_element_type=jnp.float32)
 
         return by_rows(product, x, batch_invariant)
+
+    def quantized(self, quantization: str | None) -> Llama:
+        """This model with the weights of its products in `"int8"`; None leaves it as it is.
+
+        Adapters on top, norms, biases and an embedding that is not the output head stay as they
+        are.
+
+        Raises:
+            ValueError: there is no such quantisation.
+        """
+        check_quantization(quantization)
+        if quantization is None:
+            return self
+        graphdef, state = nnx.split(self)
+        quantized = {
+            path: old.replace(quantize_parameter(path[-1], old.get_value(), self.config))
+            for path, old in nnx.to_flat_state(state)
+        }
+        return nnx.merge(graphdef, nnx.from_flat_state(quantized))
+
+    def _embedded(self, tokens: jax.Array) -> jax.Array:
+        embed = self.embed.get_value()
+        if isinstance(embed, QuantizedWeight):
+            return embed.outputs(tokens).astype(self.dtype)
+        return embed[tokens]
 
 
 # Traced once and called L times: without this the trace, which no compilation cache saves, takes
@@ -228,14 +261,17 @@ def _run_layer(
 
 def _linear(
     x: jax.Array,
-    weight: jax.Array,
+    weight: jax.Array | QuantizedWeight,
     bias: nnx.Param[jax.Array] | None,
     batch_invariant: bool,
     *,
     contracted: int = 1,
 ) -> jax.Array:
     """`x: [T, in]` times a weight whose first `contracted` axes are `in`, as one 2-D product."""
-    out_shape = weight.shape[contracted:]
-    flat = weight.reshape(x.shape[1], -1)
-    y = by_rows(lambda rows: rows @ flat, x, batch_invariant).reshape(x.shape[0], *out_shape)
+    if isinstance(weight, QuantizedWeight):
+        out_shape, y = weight.out_shape, weight.times(x, batch_invariant).astype(x.dtype)
+    else:
+        out_shape, flat = weight.shape[contracted:], weight.reshape(x.shape[1], -1)
+        y = by_rows(lambda rows: rows @ flat, x, batch_invariant)
+    y = y.reshape(x.shape[0], *out_shape)
     return y if bias is None else y + bias[...]

