@@ -232,7 +232,7 @@ class Llama(nnx.Module):
             return self
         graphdef, state = nnx.split(self)
         quantized = {
-            path: old.replace(quantize_parameter(path[-1], old.get_value(), self.config))
+            path: old.replace(quantize_parameter(str(path[-1]), old.get_value(), self.config))
             for path, old in nnx.to_flat_state(state)
         }
         return nnx.merge(graphdef, nnx.from_flat_state(quantized))

@@ -85,11 +85,11 @@ def check_quantization(quantization: str | None) -> None:
 
 
 def quantize_parameter(
-    name: str | int, value: jax.Array, config: LlamaConfig
+    name: str, value: jax.Array, config: LlamaConfig
 ) -> jax.Array | QuantizedWeight:
     """A parameter of `Llama` as int8, if it is one that products read, or else as it is."""
     if name in _INPUT_AXES:
-        axes = _INPUT_AXES[str(name)]
+        axes = _INPUT_AXES[name]
         num_inputs = math.prod(value.shape[:axes])
         return quantize(value.reshape(num_inputs, -1), value.shape[axes:])
     if name == "head" or (name == "embed" and config.tie_embeddings):

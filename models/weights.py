@@ -298,7 +298,7 @@ def build_model(
         array = _fill(parameter, source, np_dtype)
         if quantization is None:
             return array
-        return jax.block_until_ready(quantize_parameter(parameter.path[-1], array, config))
+        return jax.block_until_ready(quantize_parameter(str(parameter.path[-1]), array, config))
 
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         arrays = pool.map(make, parameters)

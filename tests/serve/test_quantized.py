@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from typer.testing import CliRunner
 
 from octavo.models import LoadedModel, load_model
@@ -90,12 +91,14 @@ def test_adapters_work_on_top(tiny: LoadedModel) -> None:
     prompt = prompts()[0]
     found = engine.generate(prompt, GREEDY, adapter="poet")[0].token_ids
 
+    graphdef, state = nnx.split(tiny.model)
+
     @jax.jit
-    def logits(tokens: jax.Array, stack: LoraStack) -> jax.Array:
-        return tiny.model.sequence_logits(tokens, stack)
+    def logits(state: nnx.State, tokens: jax.Array, stack: LoraStack) -> jax.Array:
+        return nnx.merge(graphdef, state).sequence_logits(tokens, stack)
 
     stack = jax.tree.map(jnp.asarray, adapter.stack(rank=RANK, dtype=jnp.float32))
-    rows = logits(jnp.array([*prompt, *found[:-1]]), stack)
+    rows = logits(state, jnp.array([*prompt, *found[:-1]]), stack)
     assert rows[len(prompt) - 1 :].argmax(axis=-1).tolist() == list(found)
     assert engine.generate(prompt, GREEDY)[0].token_ids != found
 
@@ -138,7 +141,13 @@ def test_the_command_line_takes_it(command: list[str], monkeypatch: pytest.Monke
 def test_the_demo_model_chooses_as_it_does_in_float32() -> None:
     loaded = load_model("smollm2", quantization="int8")
     assert isinstance(loaded.model.embed.get_value(), QuantizedWeight)
-    logits = np.asarray(jax.jit(loaded.model.sequence_logits)(jnp.asarray(REFERENCE["ids_300"])))
+    graphdef, state = nnx.split(loaded.model)
+
+    @jax.jit
+    def logits_of(state: nnx.State, tokens: jax.Array) -> jax.Array:
+        return nnx.merge(graphdef, state).sequence_logits(tokens)
+
+    logits = np.asarray(logits_of(state, jnp.asarray(REFERENCE["ids_300"])))
     assert (logits.argmax(axis=1) == REFERENCE["argmax_300"]).mean() > 0.95
     off = np.abs(logits[-1] - REFERENCE["logits_last_300"])
     assert 1e-3 < off.max() < 1
