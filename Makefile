@@ -1,8 +1,10 @@
 # make serve | test | test-exactness | test-kernels | lint | clean: each makes its own virtual environment first.
-# Needs Python >= 3.11 and make; pip fetches the rest. Variables: PYTHON, VENV, MODEL, HOST, PORT, ARGS.
+# Needs Python >= 3.11 and make; pip fetches the rest. Variables: PYTHON, VENV, WORKERS, MODEL, HOST, PORT, ARGS.
 
 PYTHON ?= python3
 VENV ?= .venv
+# Processes that share the tests; each takes about 4 GB.
+WORKERS ?= 2
 MODEL ?= smollm2
 HOST ?= 127.0.0.1
 PORT ?= 8000
@@ -20,7 +22,7 @@ serve: $(VENV)/.serve
 	$(VENV)/bin/octavo serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: $(VENV)/.test $(VENV)/.compilers
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-exactness: $(VENV)/.test
 	OCTAVO_EXACT_PROMPTS=50 OCTAVO_EXACT_TOKENS=16 OCTAVO_BEAM_CASES=all \
