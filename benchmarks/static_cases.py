@@ -218,4 +218,7 @@ def matrix_cases() -> Iterator[StaticCase]:
 
 
 def all_cases() -> list[StaticCase]:
-    return [*table_cases(), *matrix_cases()]
+    """Each by its own name; of two that are one, that of the table."""
+    cases = {case.name: case for case in (*matrix_cases(), *table_cases())}
+    in_table = {case.name: case for case in table_cases()}
+    return list((in_table | cases).values())

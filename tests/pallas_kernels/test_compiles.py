@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable
 
 import kernels_static
 import pytest
-from static_cases import all_cases
+from static_cases import all_cases, table_cases
 
 from .implementations import JAX_VERSION
 
@@ -41,6 +42,14 @@ def test_decode_and_prefill_compile(
 @pytest.mark.parametrize("chip", CHIPS)
 def test_every_kernel_compiles(chip: str, record_property: Callable[[str, object], None]) -> None:
     compiled(chip, [name for name in NAMES if name not in kernels_static.QUICK], record_property)
+
+
+def test_every_row_of_the_table_is_among_the_cases_once() -> None:
+    in_table = [case.name for case in all_cases() if case.in_table]
+    assert in_table == [case.name for case in table_cases()]
+    assert len(set(NAMES)) == len(NAMES)
+    for pattern, *_ in kernels_static.TARGETS:
+        assert fnmatch.filter(in_table, pattern)
 
 
 def test_a_kernel_that_takes_the_compiler_down_is_reported() -> None:
