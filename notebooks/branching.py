@@ -39,7 +39,7 @@ params = [SamplingParams(temperature=1, seed=seed, max_tokens=16, logprobs=0) fo
 before = engine.stats().prefilled_tokens
 answers = generate_together(branches, params)
 print("prompt tokens computed for them", engine.stats().prefilled_tokens - before)
-print("blocks after 16 tokens each", engine.stats().num_active_blocks)
+print("blocks after their answers", engine.stats().num_active_blocks)
 
 # %% [markdown]
 # Each answer's mean log-probability stands for a judge; the best branch goes on, and the others

@@ -49,7 +49,7 @@ def test_branches_share_what_they_have_in_common(capsys: pytest.CaptureFixture[s
     assert int(numbers["blocks after three forks"]) == root
     assert int(numbers["prompt tokens computed for them"]) <= 3
     # Sixteen tokens of its own, in two blocks at most, of which one may begin as the root's last.
-    assert root < int(numbers["blocks after 16 tokens each"]) <= root + 3 * 2
+    assert root < int(numbers["blocks after their answers"]) <= root + 3 * 2
     assert int(numbers["cached"]) > 400 and int(numbers["active blocks"]) == 0
     assert len(re.findall(r"^ +-\d+\.\d+ '", out, re.MULTILINE)) == 3
 
