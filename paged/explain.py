@@ -42,6 +42,7 @@ class Explanation:
         num_evicted_tokens: how much further it would have hit.
         evicted_at, evicted_for: time and owner of the eviction, as given to `acting`.
         other_namespace, num_other_tokens: the namespace that holds most, and how much.
+        num_tier_tokens: how many more tokens tiers below the device hold, where there are any.
     """
 
     num_tokens: int
@@ -54,10 +55,12 @@ class Explanation:
     evicted_for: int | str | None = None
     other_namespace: int | None = None
     num_other_tokens: int = 0
+    num_tier_tokens: int = 0
 
     def __str__(self) -> str:
         start = f"{self.num_cached_tokens} of {self.num_tokens} tokens are cached: "
         at = self.num_cached_tokens
+        more = f"; the next {self.num_tier_tokens} are in host memory or on disk"
         return (
             start
             + {
@@ -72,6 +75,7 @@ class Explanation:
                 "ended": f"what is cached ends at token {at}",
                 "new": "nothing that begins like it has been cached",
             }[self.reason]
+            + (more if self.num_tier_tokens else "")
         )
 
 

@@ -22,6 +22,7 @@ from .config import EngineConfig
 from .intake import Intake, Prompt
 from .outputs import RequestOutput
 from .request import Request
+from .restores import Restores
 from .runner import ModelRunner
 from .sampling_params import InvalidRequest, SamplingParams
 
@@ -67,6 +68,7 @@ class BeamSearches:
         runner: the device's side.
         intake: checks what comes in.
         config: the engine's.
+        restores: gets what lower tiers hold of a prompt.
         count: the engine's counters.
         text_fn: tokens as text.
         preempt_fn: makes a running request give way that came after the given number, if any.
@@ -77,6 +79,7 @@ class BeamSearches:
         runner: ModelRunner,
         intake: Intake,
         config: EngineConfig,
+        restores: Restores,
         count: dict[str, int],
         text_fn: Callable[[Sequence[int]], str],
         preempt_fn: Callable[[int], bool],
@@ -84,6 +87,7 @@ class BeamSearches:
         self._runner = runner
         self._intake = intake
         self._config = config
+        self._restores = restores
         self._count = count
         self._text_fn = text_fn
         self._preempt_fn = preempt_fn
@@ -217,7 +221,10 @@ class BeamSearches:
                     return False
                 beam.seat, beam.num_computed = row, cached
                 beam.num_published = cached // self._config.block_size
+                is_first = search.prompt.num_cached_tokens is None
                 self._note_cached(search.prompt, beam, cached)
+                if alone:
+                    self._restores.begin(beam, is_first=is_first)
         except BaseException:
             self._leave(search, publish=False)
             raise
@@ -239,6 +246,7 @@ class BeamSearches:
         rows, search.rows = search.rows, []
         self._runner.spare_rows.give_back(rows)
         for beam in search.beams:
+            self._restores.end(beam)
             beam.seat, beam.shares_tail = None, False
             beam.num_computed = beam.num_published = 0
 
@@ -251,6 +259,13 @@ class BeamSearches:
 
     def _advance(self, search: BeamSearch, num_running: int) -> list[RequestOutput]:
         first = search.beams[0]
+        if first.restore is not None:
+            self._restores.advance(
+                [first], lambda beam: self._runner.publish([beam]), idle=num_running == 0
+            )
+            search.prompt.num_cached_tokens = first.num_cached_tokens
+            if first.restore is not None:
+                return []
         missing = first.num_tokens - 1 - first.num_computed
         if missing:
             # Only the prompt is ever computed like this, and by the last token's decode step.

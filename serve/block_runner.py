@@ -29,6 +29,7 @@ from .programs import KVCache
 from .request import Request
 from .rows import seat_of
 from .seats import SeatParams, init_seats, no_params, params_of
+from .tiers import LowerTiers
 
 _PROTECTED_FRACTION = 0.8  # of the pool, in `slru`
 
@@ -41,6 +42,7 @@ class BlockRunner:
         num_unpinned_blocks: what running requests can have together, whatever is pinned.
         spare_rows: rows of the tables beside the seats', for what is held between requests.
         prefix_lens: cached lengths of many requests at once.
+        tiers: what is kept below the device, if anything.
     """
 
     def __init__(self, model: LlamaConfig, config: EngineConfig, layout: CacheLayout):
@@ -69,6 +71,7 @@ class BlockRunner:
         self._copy = Program("copy", block_programs.copy, donate=(0,))
         self._copy_tails = Program("copy tails", block_programs.copy, donate=(0,))
         self._stats = Program("stats", paged.stats, donate=())
+        self.tiers = LowerTiers(model, config, layout) if config.has_lower_tiers else None
         self.prefix_lens = PrefixLens(self.layout, config.block_size, 4 * config.max_num_seqs)
         # Seldom called, and for few sizes: compiled when they are.
         self._pin = jax.jit(paged.pin_tokens, donate_argnums=0)
@@ -243,8 +246,18 @@ class BlockRunner:
             )
             if not bool(ok):
                 raise paged.InvariantViolation("blocks that have just been filled were refused")
+        if self.tiers is not None:
+            full = [(request, column) for request, column, count in entries if count == size]
+            self.tiers.save(self._kv_cache, self._tables.block_ids, full)
         for request in requests:
             request.num_published = max(request.num_published, request.num_computed // size)
+
+    def put_blocks(self, request: Request, first: int, count: int, blocks: np.ndarray) -> None:
+        """Overwrite a request's own blocks from column `first` on; see `LowerTiers.put`."""
+        assert self.tiers is not None
+        self._kv_cache = self.tiers.put(
+            self._kv_cache, self._tables.block_ids, request, first, count, blocks
+        )
 
     def keep(self, request: Request, hold: Hold) -> None:
         """Let `hold` hold what the request has computed, instead of what it held before."""
@@ -289,7 +302,8 @@ class BlockRunner:
     def _block_programs(self) -> tuple[Program, ...]:
         manager = (self._admit, self._append, self._publish, self._release, self._stats)
         branching = (self._fork, self._hold, self._copy_on_write, self._copy_tails)
-        return (*manager, *branching, self._copy, self.prefix_lens.program)
+        transfers = () if self.tiers is None else self.tiers.programs
+        return (*manager, *branching, self._copy, self.prefix_lens.program, *transfers)
 
     def _block_warmups(self) -> list[tuple[str, Callable[[], object]]]:
         seat, num, num_seats = np.int32(0), np.int32(0), (self._config.max_num_seqs,)
@@ -316,6 +330,8 @@ class BlockRunner:
         if self._config.scheduling_policy == "lpm":
             lens_of = self.prefix_lens
             warmups += [(lens_of.program.name, partial(lens_of.compile, self._state.index))]
+        if self.tiers is not None:
+            warmups += self.tiers.warmups(self._kv_cache, self._tables.block_ids)
         return warmups
 
     # ---- arguments -------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def install_cache_routes(
         return {}
 
     @app.post("/reset_prefix_cache", responses=responses)
-    async def reset(keep_pinned: bool = False) -> dict[str, int]:
-        """Forget what is cached, but for the blocks of running requests."""
-        freed = await async_engine.run(lambda engine: engine.reset_cache(keep_pinned=keep_pinned))
-        return {"freed_blocks": freed}
+    async def reset(keep_pinned: bool = False, disk: bool = False) -> dict[str, int]:
+        """Forget what is cached, on disk too if asked, but for the blocks of running requests."""
+        reset_fn = partial(Engine.reset_cache, keep_pinned=keep_pinned, disk=disk)
+        return {"freed_blocks": await async_engine.run(reset_fn)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+import weakref
 from dataclasses import replace
 
 from ..models import LoadedModel
@@ -29,6 +30,18 @@ class CacheControl:
         self._weights_id = object()  # another one for other weights
         self._started = time.monotonic()
         self._owners: dict[int, str] = {}
+        # Their threads know nothing of the engine, so that they end with it, closed or not.
+        tiers = runner.tiers
+        self._closer = None if tiers is None else weakref.finalize(self, tiers.close)
+
+    def close(self) -> None:
+        """Store what is on its way to disk, and end the threads of the tiers below the device.
+
+        Without it that happens when the engine is dropped. The engine goes on, without new blocks
+        in those tiers.
+        """
+        if self._closer is not None:
+            self._closer()
 
     def explain(
         self, prompt: Prompt, *, cache_salt: str = "", adapter: str | None = None
@@ -43,9 +56,13 @@ class CacheControl:
         """
         tokens, namespace = self._intake.prompt(prompt, cache_salt, adapter)
         told = self._runner.explain(tokens, namespace)
-        if told.evicted_for is None:
-            return told
-        return replace(told, evicted_for=self._owners.get(int(told.evicted_for)))
+        if told.evicted_for is not None:
+            told = replace(told, evicted_for=self._owners.get(int(told.evicted_for)))
+        if self._runner.tiers is not None:
+            key = self._intake.namespace_key(cache_salt, adapter)
+            more = self._runner.tiers.num_held(key, tokens, told.num_cached_tokens)
+            told = replace(told, num_tier_tokens=more)
+        return told
 
     def pin(
         self,
@@ -82,12 +99,17 @@ class CacheControl:
         """
         self._runner.unpin(*self._intake.prompt(prompt, cache_salt, adapter))
 
-    def reset_cache(self, *, keep_pinned: bool = False) -> int:
+    def reset_cache(self, *, keep_pinned: bool = False, disk: bool = False) -> int:
         """Forget what is cached, but for the blocks of running requests; returns how many went.
+
+        That is on the device; what host memory holds is forgotten too.
 
         Args:
             keep_pinned: leave the pins and what they keep.
+            disk: forget what the disk cache holds as well, of other models too.
         """
+        if self._runner.tiers is not None:
+            self._runner.tiers.stack.clear(("host", "disk") if disk else ("host",))
         self._acting(None)
         return self._runner.reset_cache(keep_pinned=keep_pinned)
 

@@ -56,6 +56,11 @@ class EngineConfig:
     decode_slice_ms: float = _knob(
         100.0, "time that one dispatch of decode steps aims at; a new request waits about as long"
     )
+    host_cache_gib: float = _knob(
+        0.0, "host memory for blocks that the KV cache has no room for, in GiB; 0 for none"
+    )
+    disk_cache_dir: str = _knob("", "folder for blocks that outlive the process; '' for none")
+    disk_cache_gib: float = _knob(16.0, "what that folder may hold, in GiB; 0 for nothing")
     compilation_cache_dir: str = _knob(
         "~/.cache/octavo/compiled", "where compiled programs are kept between runs; '' for nowhere"
     )
@@ -75,6 +80,14 @@ class EngineConfig:
         for name in ("num_speculative_tokens", "max_speculative_seqs"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
+        for name in ("host_cache_gib", "disk_cache_gib"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
+        if self.has_lower_tiers and not self.enable_prefix_caching:
+            raise ValueError(
+                "host_cache_gib and disk_cache_dir keep blocks that are shared: they need "
+                "enable_prefix_caching"
+            )
         if self.num_blocks is not None and self.num_blocks < 2:
             raise ValueError(f"num_blocks={self.num_blocks} must be at least 2")
         if self.max_loras < 0:
@@ -102,3 +115,13 @@ class EngineConfig:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
                 f"max_num_seqs={self.max_num_seqs}: every running sequence decodes in a step"
             )
+
+    @property
+    def has_disk_cache(self) -> bool:
+        """Whether blocks are kept on disk."""
+        return bool(self.disk_cache_dir and self.disk_cache_gib)
+
+    @property
+    def has_lower_tiers(self) -> bool:
+        """Whether blocks are kept anywhere below the device."""
+        return self.host_cache_gib > 0 or self.has_disk_cache

@@ -35,6 +35,7 @@ from .logprobs import report
 from .outputs import COUNTERS, EngineStats, RequestOutput
 from .programs import Drawn
 from .request import Request
+from .restores import Restores
 from .runner import ModelRunner
 from .sampling_params import InvalidRequest, SamplingParams
 from .scheduler import Scheduler, check_priority
@@ -81,10 +82,17 @@ class Engine(Answers, Lifecycle, AdapterControl):
         self._inboxes: dict[str, deque[RequestOutput]] = {}
         self._pace = DecodePace(config.decode_slice_ms, config.max_decode_steps)
         self._count = dict.fromkeys(COUNTERS, 0)
+        self._restores = Restores(
+            runner,
+            block_size=config.block_size,
+            slice_s=config.decode_slice_ms / 1000,
+            count=self._count,
+        )
         self._beams = BeamSearches(
             runner,
             intake,
             config,
+            restores=self._restores,
             count=self._count,
             text_fn=lambda tokens: self.loaded.tokenizer.decode(tokens),
             preempt_fn=self._preempt_younger,
@@ -248,12 +256,15 @@ class Engine(Answers, Lifecycle, AdapterControl):
         """Run one dispatch on device; returns what each request gained by it."""
         done = self._end_late() + self._beams.step(len(self._scheduler.running))
         self._admit_waiting()
-        running = self._scheduler.running
-        if not running:
-            if self.num_unfinished and not done and not self._beams.num_running:
+        self._restore()
+        computing = self._scheduler.computing
+        if not computing:
+            waiting_only = not self._scheduler.running
+            if waiting_only and self.num_unfinished and not done and not self._beams.num_running:
                 raise OutOfBlocks("no request runs and yet the next one finds no blocks")
             return done
-        advanced = self._packed_step() if any(r.needs_prefill for r in running) else self._decode()
+        prefill = any(request.needs_prefill for request in computing)
+        advanced = self._packed_step() if prefill else self._decode()
         for request in advanced:
             if request.finish_reason is not None:
                 self._retire(request)
@@ -279,12 +290,14 @@ class Engine(Answers, Lifecycle, AdapterControl):
                 self._preempt(victim)
             request.num_published = cached // self.config.block_size
             request.num_computed = cached
-            if request.num_cached_tokens is None:
+            is_first = request.num_cached_tokens is None
+            if is_first:
                 request.num_cached_tokens = request.num_computed
                 self._count["prompt_tokens"] += request.num_prompt_tokens
                 if not request.scores_prompt:
                     self._count["prefix_query_tokens"] += request.num_prompt_tokens
                 self._count["prefix_hit_tokens"] += request.num_computed
+            self._restores.begin(request, is_first=is_first)
 
     def _admit(self, request: Request) -> int | None:
         """Start a request; returns its cached tokens, or None if there is no seat or no room."""
@@ -303,6 +316,13 @@ class Engine(Answers, Lifecycle, AdapterControl):
                 self._runner.release_seat(seat)
             raise
         return cached
+
+    def _restore(self) -> None:
+        """Take what lower tiers have read; wait for it if there is nothing else to do."""
+        idle = not self._scheduler.computing and not self._beams.num_running
+        self._restores.advance(
+            self._scheduler.running, lambda request: self._publish([request], ()), idle=idle
+        )
 
     def _packed_step(self) -> list[Request]:
         self._make_room(1)
@@ -344,14 +364,14 @@ class Engine(Answers, Lifecycle, AdapterControl):
         return joining
 
     def _decode(self) -> list[Request]:
-        num_steps = self._pace.num_steps(len(self._scheduler.running))
-        if any(request.grammar is not None for request in self._scheduler.running):
+        num_steps = self._pace.num_steps(len(self._scheduler.computing))
+        if any(request.grammar is not None for request in self._scheduler.computing):
             num_steps = 1  # the host follows the grammars
         # A shorter loop that fits is better than a preemption.
         while num_steps > 1 and not self._reserve(num_steps):
             num_steps //= 2
         self._make_room(num_steps)
-        running = list(self._scheduler.running)
+        running = self._scheduler.computing
         if not running:  # all have made room for a beam search
             return []
         num_programs, begin = self.num_programs, time.perf_counter()
@@ -411,6 +431,7 @@ class Engine(Answers, Lifecycle, AdapterControl):
         return self._runner.reserve(decoding, more)
 
     def _preempt(self, request: Request) -> None:
+        self._restores.end(request)
         # Its blocks stay cached, so that resuming finds what has not been evicted meanwhile.
         self._publish([request], [request])
         self._runner.release(request)
@@ -420,6 +441,7 @@ class Engine(Answers, Lifecycle, AdapterControl):
 
     def _retire(self, request: Request) -> None:
         count = _ENDED_FROM_OUTSIDE.get(request.finish_reason or "")
+        self._restores.end(request)
         if request.seat is not None:
             if count is not None:
                 self._publish([request], [request])
@@ -445,6 +467,7 @@ class Engine(Answers, Lifecycle, AdapterControl):
             num_active_blocks=int(blocks.num_active),
             num_draft_tokens=self._runner.num_draft_tokens,
             num_accepted_tokens=self._runner.num_accepted_tokens,
+            tiers={} if self._runner.tiers is None else self._runner.tiers.stack.stats(),
             **self._count,
         )
 

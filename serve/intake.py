@@ -70,6 +70,7 @@ class Intake:
             stop_ids=stop_ids,
             seed=secrets.randbits(32) if params.seed is None else params.seed % (1 << 32),
             namespace=namespace,
+            namespace_key=self.namespace_key(cache_salt, adapter),
             grammar=grammar,
             adapter=self._adapters.named(adapter),
             number=self._num_requests,
@@ -84,15 +85,23 @@ class Intake:
         Raises:
             InvalidRequest: it can never be served.
         """
-        tokens, own = self._prompt_tokens(prompt), self._adapters.named(adapter)
-        key = NamespaceKey(
+        tokens = self._prompt_tokens(prompt)
+        return tokens, self.namespaces.id_of(self.namespace_key(cache_salt, adapter))
+
+    def namespace_key(self, cache_salt: str, adapter: str | None) -> NamespaceKey:
+        """What the blocks of a prompt depend on beside its tokens.
+
+        Raises:
+            InvalidRequest: the adapter is not loaded.
+        """
+        own = self._adapters.named(adapter)
+        return NamespaceKey(
             model=self.loaded.fingerprint,
             cache_dtype=self._layout.dtype.name,
             adapter="" if own is None else own.name,
             adapter_version="" if own is None else own.version,
             salt=cache_salt,
         )
-        return tokens, self.namespaces.id_of(key)
 
     def _prompt_tokens(self, prompt: Prompt) -> np.ndarray:
         vocab = self.loaded.config.vocab_size

@@ -20,6 +20,7 @@ class Lifecycle(CacheControl):
     def __init__(self, loaded: LoadedModel, runner: ModelRunner, intake: Intake):
         super().__init__(loaded, runner, intake)
         self._draining = False
+        self._fingerprints = {loaded.fingerprint}
 
     def begin_drain(self, *, cancel_waiting: bool = False) -> list[RequestOutput]:
         """Take no new requests until `resume`; returns the last outputs of the cancelled ones.
@@ -63,6 +64,11 @@ class Lifecycle(CacheControl):
         self._runner.load_weights(loaded.model)
         self._weights_id = object()
         self.reset_cache()
+        if self._runner.tiers is not None:
+            # Weights made by hand may bear the fingerprint of those that they were made from.
+            by_hand = not isinstance(model, str) and loaded.fingerprint in self._fingerprints
+            self._runner.tiers.distrust(by_hand)
+        self._fingerprints.add(loaded.fingerprint)
         self.loaded = self._intake.loaded = loaded
 
     def _must_take_requests(self) -> None:

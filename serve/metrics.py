@@ -26,12 +26,38 @@ _GAUGES = (
 _COUNTERS = (
     ("vllm:prefix_cache_queries", "prefix_query_tokens", "Prompt tokens looked up in the cache."),
     ("vllm:prefix_cache_hits", "prefix_hit_tokens", "Prompt tokens found in the cache."),
+    (
+        "vllm:external_prefix_cache_queries",
+        "external_query_tokens",
+        "Prompt tokens looked up in tiers below the device.",
+    ),
+    (
+        "vllm:external_prefix_cache_hits",
+        "external_hit_tokens",
+        "Prompt tokens that came from tiers below the device.",
+    ),
     ("vllm:prompt_tokens", "prompt_tokens", "Prompt tokens of admitted requests."),
     ("vllm:generation_tokens", "generated_tokens", "Tokens generated."),
     ("vllm:num_preemptions", "num_preemptions", "Requests preempted to give their blocks away."),
     ("vllm:spec_decode_num_draft_tokens", "num_draft_tokens", "Tokens guessed by speculation."),
     ("vllm:spec_decode_num_accepted_tokens", "num_accepted_tokens", "Guesses that were right."),
     ("octavo:prefilled_tokens", "prefilled_tokens", "Prompt tokens computed, not found."),
+)
+# The same of `TierStats`, each with the label `tier`.
+_TIER_GAUGES = (
+    ("octavo:tier_blocks", "num_blocks", "Blocks that a tier below the device holds."),
+    ("octavo:tier_bytes", "num_bytes", "Bytes of them."),
+)
+_TIER_COUNTERS = (
+    ("octavo:tier_hits", "hits", "Blocks read from a tier below the device."),
+    (
+        "octavo:tier_misses",
+        "misses",
+        "Blocks that were gone or damaged when they were read.",
+    ),
+    ("octavo:tier_evictions", "evictions", "Blocks that made room for others."),
+    ("octavo:tier_drops", "drops", "Blocks that a tier had no time to take."),
+    ("octavo:tier_errors", "errors", "Blocks that could not be written or read, or were damaged."),
 )
 _BLOCK_STATES = ("free", "cached", "active")
 
@@ -125,6 +151,16 @@ class ServerMetrics:
         for state, num_blocks in blocks.items():
             by_state.add_metric([*labels, state], num_blocks)
         yield by_state
+        yield from self._tiers(stats)
+
+    def _tiers(self, stats: EngineStats) -> Iterator[Metric]:
+        kinds = (GaugeMetricFamily, _TIER_GAUGES), (CounterMetricFamily, _TIER_COUNTERS)
+        for family, metrics in kinds:
+            for name, field, text in metrics if stats.tiers else ():
+                metric = family(name, text, labels=["model_name", "tier"])
+                for tier, numbers in stats.tiers.items():
+                    metric.add_metric([self._model_name, tier], getattr(numbers, field))
+                yield metric
 
     def _histogram(self, name: str, text: str) -> Histogram:
         histogram = Histogram(name, text, ["model_name"], buckets=_SECONDS, registry=self.registry)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from ..paged.tiers import TierStats
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout"]
 
@@ -100,7 +102,9 @@ class EngineStats:
         num_blocks: blocks in the pool, the null block not counted.
         num_free_blocks, num_cached_blocks, num_active_blocks: add up to `num_blocks`.
         prefix_query_tokens: prompt tokens looked up in the cache; once per request.
-        prefix_hit_tokens: those that were found.
+        prefix_hit_tokens: those that were found, below the device too.
+        external_query_tokens, external_hit_tokens: of prompts with tiers below the device, the
+            tokens that were looked up there, and those that came from there.
         prompt_tokens: prompt tokens of all admitted requests.
         prefilled_tokens: tokens that prefill steps computed, recomputation after a preemption
             included.
@@ -111,6 +115,7 @@ class EngineStats:
         num_finished: requests that ended by themselves.
         num_cancelled: requests that were ended from outside.
         num_timed_out: requests whose `timeout_s` was over.
+        tiers: those below the device, by name.
     """
 
     num_running: int
@@ -130,6 +135,9 @@ class EngineStats:
     num_finished: int
     num_cancelled: int
     num_timed_out: int
+    external_query_tokens: int = 0
+    external_hit_tokens: int = 0
+    tiers: Mapping[str, TierStats] = field(default_factory=dict)
 
 
 # What only ever grows.
@@ -143,4 +151,6 @@ COUNTERS: tuple[str, ...] = (
     "num_finished",
     "num_cancelled",
     "num_timed_out",
+    "external_query_tokens",
+    "external_hit_tokens",
 )

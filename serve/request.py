@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..paged import NamespaceKey
 from .adapters import Adapter
 from .grammars import Grammar
 from .held import Hold
+from .loads import Restore
 from .outputs import FinishReason, Logprobs, RequestOutput
 from .sampling_params import SamplingParams
 from .stops import TextStream
@@ -26,6 +28,7 @@ class Request:
         stop_ids: tokens that end it.
         seed: `uint32` value.
         namespace: id of what it may share blocks with.
+        namespace_key: the same in full.
         adapter: whose weights it runs with beside the model's, if anybody's.
         number: counts requests, from 1, as they arrive.
         grammar: where its text is in the form that it must have, if any.
@@ -39,6 +42,8 @@ class Request:
         hold: what keeps its blocks when it ends, if anything does.
         branches: all samples of its prompt, itself included, or nothing if it is the only one.
         shares_tail: whether others may hold the block that its next token goes to.
+        restore: what it still gets from a lower tier, if anything.
+        block_keys: what its first blocks are called there, as far as anybody asked.
     """
 
     request_id: str
@@ -50,6 +55,7 @@ class Request:
     stop_ids: frozenset[int]
     seed: int
     namespace: int
+    namespace_key: NamespaceKey
     number: int
     text: TextStream
     adapter: Adapter | None = None
@@ -63,6 +69,9 @@ class Request:
     hold: Hold | None = None
     branches: Sequence[Request] = field(default=(), repr=False)
     shares_tail: bool = False
+    restore: Restore | None = None
+    # A copy of a request may go on with other tokens: it begins without.
+    block_keys: list[bytes] = field(default_factory=list, init=False, repr=False)
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
     _new_text: list[str] = field(default_factory=list)

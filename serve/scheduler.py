@@ -223,15 +223,20 @@ class Scheduler:
 
     # ---- what a step computes ----------------------------------------------------------------
 
+    @property
+    def computing(self) -> list[Request]:
+        """Running requests that do not wait for blocks from a lower tier."""
+        return [request for request in self.running if request.restore is None]
+
     def prefill_work(self) -> list[tuple[Request, int]]:
         """(request, tokens) of the next packed step, or nothing if no request needs prefill.
 
         Every decoding request takes part with one token; chunks of prompts fill the budget.
         """
-        prefills = [r for r in self.running if r.needs_prefill]
+        prefills = [r for r in self.computing if r.needs_prefill]
         if not prefills:
             return []
-        work = [(r, 1) for r in self.running if not r.needs_prefill]
+        work = [(r, 1) for r in self.computing if not r.needs_prefill]
         budget = self._token_budget - len(work)
         for request in prefills:
             count = min(request.num_tokens - request.num_computed, budget)

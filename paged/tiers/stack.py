@@ -141,13 +141,17 @@ class TierStack:
         return {tier.name: tier.stats() for tier in self.tiers}
 
     def _run(self) -> None:
-        while (batch := self._saves.get()) is not None:
+        while True:
+            batch = self._saves.get()
             try:
+                if batch is None:
+                    return
                 self._store(batch)
             except Exception:  # whatever a device does: the thread must live on
-                logger.exception("%d blocks could not be saved", len(batch.keys))
+                logger.exception("%d blocks could not be saved", len(batch.keys) if batch else 0)
             finally:
-                self._coming.difference_update(batch.keys)
+                if batch is not None:
+                    self._coming.difference_update(batch.keys)
                 self._saves.task_done()
                 del batch  # the device's memory with it
 

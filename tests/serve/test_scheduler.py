@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
+from octavo.paged import NamespaceKey
 from octavo.serve.request import Request
 from octavo.serve.sampling_params import SamplingParams
 from octavo.serve.scheduler import POLICIES, Scheduler
@@ -54,6 +55,7 @@ class World:
             stop_ids=frozenset(),
             seed=0,
             namespace=0,
+            namespace_key=NamespaceKey(model="", cache_dtype=""),
             number=self.number,
             text=TextStream(None, ()),  # pyright: ignore[reportArgumentType]
         )

@@ -1,0 +1,228 @@
+"""The tiers below the device: which an engine has, and the programs that move blocks to and fro."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..models import LlamaConfig
+from ..paged import NamespaceKey
+from ..paged.tiers import DiskTier, HostTier, Tier, TierStack, extend_keys, root_key
+from ..pallas_kernels import NULL_BLOCK, gather_blocks, scatter_blocks
+from .config import EngineConfig
+from .layout import CacheLayout
+from .loads import Loaded
+from .program import Program
+from .programs import KVCache, bucket_for
+from .request import Request
+from .rows import seat_of
+
+# What one transfer moves at most: enough to be worth a dispatch, little enough to lie about.
+_BATCH_BYTES = 1 << 26
+_BATCH_BLOCKS = 128
+_LOADERS = 2
+
+
+class LowerTiers:
+    """Blocks in host memory and on disk, by the requests that want them.
+
+    Args:
+        model, config, layout: of the engine; at least one tier is on.
+
+    Attributes:
+        stack: the tiers.
+        batch_blocks: blocks of one transfer at most.
+
+    Raises:
+        ValueError: a budget holds no block.
+        OSError: the folder cannot be used.
+    """
+
+    def __init__(self, model: LlamaConfig, config: EngineConfig, layout: CacheLayout):
+        self._block_shape = (model.num_layers, *layout.shape[1:])
+        self._dtype, self._block_size = layout.dtype, config.block_size
+        block_bytes = prod(self._block_shape) * layout.dtype.itemsize
+        self.stack = TierStack(_tiers(config, block_bytes), block_bytes)
+        most = max(min(_BATCH_BYTES // block_bytes, _BATCH_BLOCKS), 1)
+        self.batch_blocks = 1 << (most.bit_length() - 1)
+        self._sizes = tuple(sorted({max(self.batch_blocks // 8, 1), self.batch_blocks}))
+        device = jax.devices()[0]
+        # Keys and values of other machines or programs are as good, but not the same bits.
+        self._payload = (
+            f"{self._block_shape} {layout.dtype.name} {device.platform} {device.device_kind} "
+            f"jax-{jax.__version__} deterministic={config.deterministic}"
+        )
+        self._salt = b""
+        self._pack = Program("pack", pack, donate=())
+        self._unpack = Program("unpack", unpack, donate=(0,))
+        self.programs = (self._pack, self._unpack)
+        self._loader = ThreadPoolExecutor(_LOADERS, "octavo-tier-loader")
+        self._closed = False
+
+    def distrust(self, distrusted: bool) -> None:
+        """Find nothing from now on that is there, nor let others find what will be; or do again."""
+        self._salt = secrets.token_bytes(16) if distrusted else b""
+
+    def keys(
+        self, namespace: NamespaceKey, tokens: np.ndarray, known: Sequence[bytes] = ()
+    ) -> list[bytes]:
+        """Keys of all full blocks of `tokens: int32[n]`, of which the first are `known`."""
+        root = root_key(namespace, self._payload, self._salt)
+        return extend_keys(list(known), root, tokens, self._block_size)
+
+    def keys_of(self, request: Request, num_blocks: int) -> list[bytes]:
+        """Keys of a request's first blocks."""
+        if len(request.block_keys) < num_blocks:
+            tokens = request.tokens[: num_blocks * self._block_size]
+            request.block_keys = self.keys(request.namespace_key, tokens, request.block_keys)
+        return request.block_keys[:num_blocks]
+
+    def num_held(self, namespace: NamespaceKey, tokens: np.ndarray, num_cached: int) -> int:
+        """How many tokens of a prompt come from here if its first `num_cached` are cached."""
+        keys, size = self.keys(namespace, tokens[:-1]), self._block_size
+        first = num_cached // size
+        held = self.stack.num_held(keys[first:])
+        return (first + held) * size - num_cached if held else 0
+
+    def save(
+        self, kv_cache: KVCache, block_ids: jax.Array, blocks: Sequence[tuple[Request, int]]
+    ) -> None:
+        """Store each full block (request, column) that a tier lacks; nobody waits for it.
+
+        Args:
+            kv_cache: where they are.
+            block_ids: `int32[S, M]`, the tables.
+            blocks: computed, or about to be by what is dispatched.
+        """
+        missing = list(self._missing(blocks))
+        for start in range(0, len(missing), self.batch_blocks):
+            part = missing[start : start + self.batch_blocks]
+            size = bucket_for(len(part), self._sizes)
+            seats, columns = np.zeros((2, size), np.int32)
+            tokens = np.empty((len(part), self._block_size), np.int32)
+            for i, (request, column, _) in enumerate(part):
+                seats[i], columns[i] = seat_of(request), column
+                first = column * self._block_size
+                tokens[i] = request.tokens[first : first + self._block_size]
+            packed = self._pack(size, kv_cache, block_ids, seats, columns, np.int32(len(part)))
+            packed.copy_to_host_async()
+            self.stack.save([key for *_, key in part], tokens, packed)
+
+    def _missing(
+        self, blocks: Sequence[tuple[Request, int]]
+    ) -> Iterator[tuple[Request, int, bytes]]:
+        seen = set()
+        for request, column in blocks:
+            key = self.keys_of(request, column + 1)[column]
+            if key not in seen and self.stack.is_missing(key):
+                seen.add(key)
+                yield request, column, key
+
+    def load(self, keys: Sequence[bytes], tokens: np.ndarray) -> Future[Loaded]:
+        """Read blocks for `put` and the tier that each comes from, as far as they are there.
+
+        Args:
+            keys: of at most `batch_blocks` blocks that follow one another.
+            tokens: `int32[n, B]`.
+        """
+        if not self._closed:
+            return self._loader.submit(self._load, keys, tokens)
+        nothing: Future[Loaded] = Future()
+        nothing.set_result((np.empty(0, self._dtype), []))
+        return nothing
+
+    def _load(self, keys: Sequence[bytes], tokens: np.ndarray) -> Loaded:
+        size = bucket_for(len(keys), self._sizes)
+        out = np.empty((size, self.stack.block_bytes), np.uint8)
+        sources = self.stack.load(keys, tokens, out)
+        return out.view(self._dtype).reshape(size, *self._block_shape), sources
+
+    def put(
+        self,
+        kv_cache: KVCache,
+        block_ids: jax.Array,
+        request: Request,
+        first: int,
+        count: int,
+        blocks: np.ndarray,
+    ) -> KVCache:
+        """The cache with the first `count` of `blocks: [n, L, K, B, ROW]` in a request's table.
+
+        They go to the columns from `first` on, which must be the request's own.
+        """
+        place = np.int32(seat_of(request)), np.int32(first), np.int32(count)
+        return self._unpack(len(blocks), kv_cache, block_ids, *place, blocks)
+
+    def close(self) -> None:
+        """Store what was saved, and stop all threads; afterwards nothing is saved or loaded."""
+        self._closed = True
+        self._loader.shutdown()
+        self.stack.close()
+
+    def warmups(
+        self, kv_cache: KVCache, block_ids: jax.Array
+    ) -> list[tuple[str, Callable[[], object]]]:
+        """The programs by name, with calls that compile them."""
+        number = np.int32(0)
+        warmups: list[tuple[str, Callable[[], object]]] = []
+        for size in reversed(self._sizes):
+            some = np.zeros(size, np.int32)
+            blocks = jax.ShapeDtypeStruct((size, *self._block_shape), self._dtype)
+            calls = (
+                (self._pack, (some, some, number)),
+                (self._unpack, (number, number, number, blocks)),
+            )
+            warmups += [
+                (
+                    f"{program.name} of {size} blocks",
+                    partial(program.compile, size, kv_cache, block_ids, *args),
+                )
+                for program, args in calls
+            ]
+        return warmups
+
+
+def _tiers(config: EngineConfig, block_bytes: int) -> list[Tier]:
+    sizes = {"block_bytes": block_bytes, "block_size": config.block_size}
+    tiers: list[Tier] = []
+    if config.host_cache_gib:
+        tiers.append(HostTier(budget_bytes=int(config.host_cache_gib * 2**30), **sizes))
+    if config.has_disk_cache:
+        budget = int(config.disk_cache_gib * 2**30)
+        tiers.append(DiskTier(config.disk_cache_dir, budget_bytes=budget, **sizes))
+    return tiers
+
+
+def pack(
+    kv_cache: KVCache,
+    block_ids: jax.Array,
+    seats: jax.Array,
+    columns: jax.Array,
+    count: jax.Array,
+) -> jax.Array:
+    """The first `count` of the blocks at `seats, columns: int32[n]`, `[n, L, K, B, ROW]`."""
+    live = jnp.arange(seats.shape[0], dtype=jnp.int32) < count
+    ids = jnp.where(live, block_ids[seats, columns], NULL_BLOCK)
+    return jnp.stack([gather_blocks(layer, ids) for layer in kv_cache], axis=1)
+
+
+def unpack(
+    kv_cache: KVCache,
+    block_ids: jax.Array,
+    seat: jax.Array,
+    first: jax.Array,
+    count: jax.Array,
+    blocks: jax.Array,
+) -> KVCache:
+    """Put the first `count` of `blocks: [n, L, K, B, ROW]` into a row's columns from `first` on."""
+    place = jnp.arange(blocks.shape[0], dtype=jnp.int32)
+    column = jnp.minimum(first + place, block_ids.shape[1] - 1)
+    ids = jnp.where(place < count, block_ids[seat, column], NULL_BLOCK)
+    return tuple(scatter_blocks(layer, ids, blocks[:, i]) for i, layer in enumerate(kv_cache))

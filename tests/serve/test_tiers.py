@@ -1,0 +1,512 @@
+"""Blocks that leave the device come back from host memory and from disk: the same bits, sooner."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from octavo import paged
+from octavo.models import LoadedModel
+from octavo.serve import BeamSearchParams, Completion, Engine, EngineConfig, SamplingParams, tiers
+
+from .test_lifecycle import other_weights
+from .tiny import tiny_adapter, tiny_engine, tiny_model
+
+SIZE = 8
+BLOCK_GIB = 2 * 2 * SIZE * 32 * 4 / 2**30  # two layers, two heads, rows of 32, float32
+SIZES = {
+    "num_blocks": 24,
+    "block_size": SIZE,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "max_model_len": 160,
+    "max_decode_steps": 4,
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def tiny(smollm2: LoadedModel) -> LoadedModel:
+    return tiny_model(smollm2)
+
+
+@pytest.fixture(scope="module")
+def unshared(tiny: LoadedModel) -> Engine:
+    return tiny_engine(tiny, **(SIZES | {"enable_prefix_caching": False, "num_blocks": 100}))
+
+
+@pytest.fixture(scope="module")
+def cold(unshared: Engine) -> Callable[[list[int]], Completion]:
+    """What a request gets where nothing is ever shared."""
+    return lambda prompt: unshared.generate([prompt], GREEDY)[0]
+
+
+def tiered(tiny: LoadedModel, *, host: int = 0, disk: Path | None = None, **config) -> Engine:
+    folder = "" if disk is None else str(disk)
+    own = {"host_cache_gib": host * BLOCK_GIB, "disk_cache_dir": folder, "disk_cache_gib": 0.1}
+    return tiny_engine(tiny, **(SIZES | own | config))
+
+
+@pytest.fixture(scope="module")
+def shared(tiny: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(tiers, "_BATCH_BLOCKS", 4)  # so that a prompt is several batches
+    engine = tiered(tiny, host=200, disk=tmp_path_factory.mktemp("blocks"))
+    patch.undo()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(shared: Engine) -> Iterator[Engine]:
+    """An empty engine with both tiers that nothing may leak from."""
+    shared.reset_cache(disk=True)
+    yield shared
+    stats = shared.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_active_blocks) == (0, 0, 0)
+    assert shared._restores._num_loads == 0
+    shared.check_invariants()
+
+
+def prompt(seed: int, length: int = 100) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 49152, length).tolist()
+
+
+def evict(engine: Engine, seed: int = 1000) -> None:
+    """Fill the device with something else."""
+    engine.generate([prompt(seed, 150)], GREEDY)
+    engine.generate([prompt(seed + 1, 150)], GREEDY)
+    stack_of(engine).flush()
+
+
+def stack_of(engine: Engine):
+    found = engine._runner.tiers
+    assert found is not None
+    return found.stack
+
+
+def one(engine: Engine, tokens: list[int], params: SamplingParams = GREEDY) -> Completion:
+    return engine.generate([tokens], params)[0]
+
+
+def kept(engine: Engine, tokens: list[int], cache_salt: str = "") -> np.ndarray:
+    """The keys and values of a prompt's cached full blocks, `[n, L, K, B, ROW]`."""
+    runner = engine._runner
+    _, namespace = engine._intake.prompt(tokens, cache_salt, None)
+    full = len(tokens) // SIZE
+    cut = jnp.asarray(np.reshape(tokens[: full * SIZE], (full, SIZE)), jnp.int32)
+    ids, count = paged.match(runner._state.index, cut, full, namespace)
+    ids = np.asarray(ids)[: int(count)]
+    return np.stack([np.asarray(layer)[ids] for layer in runner._kv_cache], axis=1)
+
+
+def from_tiers(engine: Engine) -> dict[str, int]:
+    return {name: stats.hits for name, stats in engine.stats().tiers.items()}
+
+
+def test_what_was_evicted_comes_back_from_host_memory_with_the_same_bits(engine: Engine) -> None:
+    first, before = one(engine, prompt(0)), engine.stats()
+    bits = kept(engine, prompt(0))
+    assert len(bits) == 12
+    evict(engine)
+    assert len(kept(engine, prompt(0))) == 0
+    assert engine.explain(prompt(0)).num_tier_tokens == 96
+    assert str(engine.explain(prompt(0))).endswith("; the next 96 are in host memory or on disk")
+    again, after = one(engine, prompt(0)), engine.stats()
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 96)
+    assert again.token_ids == first.token_ids
+    np.testing.assert_array_equal(kept(engine, prompt(0)), bits)
+    assert after.tiers["host"].hits - before.tiers["host"].hits == 12
+    assert after.tiers["disk"].hits == before.tiers["disk"].hits
+    assert after.external_hit_tokens - before.external_hit_tokens == 96
+    # Restored blocks are blocks like all others: the next one finds them on the device.
+    third = one(engine, prompt(0))
+    assert third.num_cached_tokens == 99 and third.token_ids == first.token_ids
+    assert from_tiers(engine)["host"] == after.tiers["host"].hits
+    assert engine.explain(prompt(0)).num_tier_tokens == 0
+
+
+def test_generated_tokens_come_back_too(engine: Engine, cold) -> None:
+    first = one(
+        engine, prompt(0, 30), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    )
+    evict(engine)
+    longer = [*prompt(0, 30), *first.token_ids, 5, 6, 7]
+    again = one(engine, longer)
+    assert again.num_cached_tokens == 64  # the last one's keys and values were never computed
+    assert again.token_ids == cold(longer).token_ids
+
+
+def test_another_engine_finds_the_blocks_on_disk(tiny: LoadedModel, engine: Engine) -> None:
+    whole = one(engine, prompt(0))
+    bits = kept(engine, prompt(0))
+    stack_of(engine).flush()
+    second = tiered(tiny, host=4, disk=Path(engine.config.disk_cache_dir))
+    again = one(second, prompt(0))
+    assert (again.num_cached_tokens, again.token_ids) == (96, whole.token_ids)
+    np.testing.assert_array_equal(kept(second, prompt(0)), bits)
+    assert from_tiers(second) == {"host": 0, "disk": 12}
+    assert second.stats().tiers["host"].num_blocks == 4
+    second.check_invariants()
+    second.close()
+
+
+@pytest.mark.parametrize("setting", [{"kv_cache_dtype": "bfloat16"}, {"deterministic": True}])
+def test_other_caches_come_back_and_find_nothing_of_one_another(
+    tiny: LoadedModel, engine: Engine, setting: dict
+) -> None:
+    one(engine, prompt(0))
+    stack_of(engine).flush()
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=5)
+    other = tiered(tiny, host=100, disk=Path(engine.config.disk_cache_dir), **setting)
+    first = one(other, prompt(0), params)
+    assert first.num_cached_tokens == 0  # those on disk are not the same bits
+    bits = kept(other, prompt(0))
+    evict(other)
+    again = one(other, prompt(0), params)
+    assert again.num_cached_tokens == 96
+    np.testing.assert_array_equal(kept(other, prompt(0)), bits)
+    assert again.token_ids == first.token_ids
+    if "deterministic" in setting:
+        assert again.logprobs == first.logprobs
+    other.check_invariants()
+    other.close()
+
+
+def test_no_tier_serves_across_salts(engine: Engine) -> None:
+    def run(salt: str) -> int:
+        (answer,) = engine.collect([engine.add_request(prompt(0), GREEDY, cache_salt=salt)])
+        evict(engine)
+        return answer.num_cached_tokens
+
+    assert [run("a"), run("b"), run(""), run("a"), run("b"), run("")] == [0, 0, 0, 96, 96, 96]
+    stack_of(engine).clear(["host"])  # from disk
+    assert [run("c"), run("a"), run("ab"), run("b")] == [0, 96, 0, 96]
+
+
+def test_adapters_find_only_their_own_blocks(tiny: LoadedModel) -> None:
+    engine = tiered(tiny, host=200, max_loras=2, max_lora_rank=4)
+    for seed, name in enumerate(("poet", "sql")):
+        engine.load_adapter(name, tiny_adapter(tiny.config, seed))
+
+    def run(name: str | None) -> Completion:
+        (answer,) = engine.generate([prompt(0)], GREEDY, adapter=name)
+        evict(engine)
+        return answer
+
+    first = {name: run(name) for name in (None, "poet", "sql")}
+    assert [answer.num_cached_tokens for answer in first.values()] == [0, 0, 0]
+    for name, answer in first.items():
+        again = run(name)
+        assert (again.num_cached_tokens, again.token_ids) == (96, answer.token_ids)
+    # The same name for other weights.
+    engine.load_adapter("poet", tiny_adapter(tiny.config, 7))
+    assert run("poet").num_cached_tokens == 0
+    engine.close()
+
+
+def test_the_rest_is_computed_where_the_tiers_end(engine: Engine, cold) -> None:
+    one(engine, prompt(0))
+    evict(engine)
+    other = [*prompt(0)[:61], *prompt(7, 50)]
+    answer = one(engine, other)
+    assert answer.num_cached_tokens == 56
+    assert answer.token_ids == cold(other).token_ids
+
+
+def test_a_part_on_the_device_and_a_part_below_are_put_together(engine: Engine, cold) -> None:
+    one(engine, prompt(0))
+    evict(engine)
+    one(engine, prompt(0)[:36])  # back on the device: 4 blocks, and a part of the next
+    before = from_tiers(engine)
+    answer = one(engine, prompt(0))
+    assert answer.num_cached_tokens == 96
+    assert from_tiers(engine)["host"] - before["host"] == 8
+    assert answer.token_ids == cold(prompt(0)).token_ids
+
+
+class Gate:
+    """Lets the reads of tiers wait until they may go on."""
+
+    def __init__(self, engine: Engine, patch: pytest.MonkeyPatch):
+        self.open, self.asked = threading.Event(), threading.Event()
+        stack = stack_of(engine)
+        load = stack.load
+
+        def wait_and_load(*args):
+            self.asked.set()
+            assert self.open.wait(60)
+            return load(*args)
+
+        patch.setattr(stack, "load", wait_and_load)
+
+
+def start_restoring(engine: Engine, patch: pytest.MonkeyPatch) -> tuple[Gate, str]:
+    """An engine in which one request waits for its tier and another one decodes."""
+    one(engine, prompt(0))
+    evict(engine)
+    gate = Gate(engine, patch)
+    engine.add_request(prompt(3, 20), SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    engine.step()
+    restoring = engine.add_request(prompt(0), GREEDY)
+    for _ in range(3):
+        outputs = engine.step()
+        assert [len(output.token_ids) for output in outputs] == [4]  # the other one decodes
+    assert gate.asked.is_set()
+    return gate, restoring
+
+
+def test_others_decode_while_blocks_are_read_and_followers_share_them(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, cold
+) -> None:
+    gate, restoring = start_restoring(engine, monkeypatch)
+    follower = engine.add_request(prompt(0), GREEDY)
+    engine.step()
+    assert engine.stats().num_waiting == 1  # for the blocks that are being read
+    before = from_tiers(engine)["host"]
+    gate.open.set()
+    first, second = engine.collect([restoring, follower])
+    engine.drain()
+    engine.resume()
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (96, 99)
+    assert first.token_ids == second.token_ids == cold(prompt(0)).token_ids
+    assert from_tiers(engine)["host"] - before == 12
+
+
+def test_a_request_that_is_cancelled_while_it_waits_leaves_nothing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, restoring = start_restoring(engine, monkeypatch)
+    assert engine.cancel(restoring)
+    assert engine._restores._num_loads == 0
+    gate.open.set()
+    engine.drain()
+    engine.resume()
+    assert one(engine, prompt(0)).num_cached_tokens == 96
+
+
+def test_a_request_that_is_preempted_while_it_waits_comes_back(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, cold
+) -> None:
+    gate, restoring = start_restoring(engine, monkeypatch)
+    (request,) = [r for r in engine._scheduler.running if r.request_id == restoring]
+    before = engine.stats()
+    engine._preempt(request)
+    assert request.restore is None and engine._restores._num_loads == 0
+    gate.open.set()
+    answer = engine.collect([restoring])[0]
+    engine.drain()
+    engine.resume()
+    assert answer.token_ids == cold(prompt(0)).token_ids
+    after = engine.stats()
+    assert after.external_hit_tokens == before.external_hit_tokens  # counted once, or never
+    assert after.prefilled_tokens - before.prefilled_tokens < SIZE
+
+
+def test_an_interrupt_between_two_batches_leaves_no_gap(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, cold
+) -> None:
+    one(engine, prompt(0))
+    evict(engine)
+    put, calls = engine._runner.put_blocks, []
+
+    def interrupted(*args) -> None:
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        put(*args)
+
+    monkeypatch.setattr(engine._runner, "put_blocks", interrupted)
+    request_id = engine.add_request(prompt(0), GREEDY)
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            engine.step()
+    (answer,) = engine.collect([request_id])
+    assert answer.token_ids == cold(prompt(0)).token_ids
+    assert answer.num_cached_tokens == 32 and len(calls) == 2
+
+
+def test_a_reader_that_fails_costs_time_and_a_line(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, cold, caplog: pytest.LogCaptureFixture
+) -> None:
+    one(engine, prompt(0))
+    evict(engine)
+
+    def fail(*args):
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(stack_of(engine), "load", fail)
+    with caplog.at_level(logging.ERROR):
+        answer = one(engine, prompt(0))
+    assert (answer.num_cached_tokens, answer.token_ids) == (0, cold(prompt(0)).token_ids)
+    assert ["could not be read" in line for line in caplog.messages] == [True]
+
+
+def test_damaged_files_are_computed_again_and_no_request_notices(
+    engine: Engine, cold, caplog: pytest.LogCaptureFixture
+) -> None:
+    one(engine, prompt(0))
+    evict(engine)
+    stack_of(engine).clear(["host"])
+    before = engine.stats().tiers["disk"]
+    folder = Path(engine.config.disk_cache_dir)
+    runner_tiers = engine._runner.tiers
+    assert runner_tiers is not None
+    key = engine._intake.namespace_key("", None)
+    sixth = runner_tiers.keys(key, np.asarray(prompt(0), np.int32))[5]
+    path = folder / f"{sixth.hex()}.kv"
+    data = bytearray(path.read_bytes())
+    data[-7] ^= 4
+    path.write_bytes(data)
+    answer = one(engine, prompt(0))
+    assert (answer.num_cached_tokens, answer.token_ids) == (40, cold(prompt(0)).token_ids)
+    after = engine.stats().tiers["disk"]
+    assert (after.errors - before.errors, after.misses - before.misses) == (1, 1)
+    assert [sixth.hex() in line for line in caplog.messages] == [True]
+    evict(engine)
+    assert one(engine, prompt(0)).num_cached_tokens == 96  # written again
+
+
+def test_a_reset_clears_host_memory_and_the_disk_if_asked(engine: Engine) -> None:
+    one(engine, prompt(0))
+    stack_of(engine).flush()
+    engine.reset_cache()
+    stats = engine.stats().tiers
+    assert (stats["host"].num_blocks, stats["disk"].num_blocks) == (0, 13)
+    assert one(engine, prompt(0)).num_cached_tokens == 96
+    engine.reset_cache(disk=True)
+    assert engine.stats().tiers["disk"].num_blocks == 0
+    assert one(engine, prompt(0)).num_cached_tokens == 0
+
+
+def test_other_weights_with_the_same_fingerprint_find_nothing(
+    tiny: LoadedModel, engine: Engine
+) -> None:
+    old = one(engine, prompt(0))
+    for _ in range(2):
+        engine.load_weights(other_weights(tiny, tiny.fingerprint))
+        new = one(engine, prompt(0))
+        assert new.num_cached_tokens == 0 and new.token_ids != old.token_ids
+    evict(engine)
+    assert one(engine, prompt(0)).num_cached_tokens == 96  # its own
+    engine.load_weights(other_weights(tiny, "other"))
+    assert one(engine, prompt(0)).num_cached_tokens == 0
+    engine.load_weights(tiny)
+    again = one(engine, prompt(0))
+    assert (again.num_cached_tokens, again.token_ids) == (0, old.token_ids)
+
+
+def test_samples_and_beams_come_back_and_are_what_they_are_without_tiers(
+    engine: Engine, unshared: Engine
+) -> None:
+    samples = SamplingParams(n=3, seed=1, max_tokens=6, ignore_eos=True)
+    beams = BeamSearchParams(beam_width=3, max_tokens=6)
+    asks: list[Callable[[Engine], list[Completion]]] = [
+        lambda engine: engine.generate([prompt(0)], samples),
+        lambda engine: engine.beam_search(prompt(0), beams),
+    ]
+    for ask in asks:
+        theirs = [answer.token_ids for answer in ask(unshared)]
+        for cached in (0, 96):
+            mine = ask(engine)
+            assert [answer.token_ids for answer in mine] == theirs
+            assert {answer.num_cached_tokens for answer in mine} == {cached}
+            evict(engine)
+        engine.reset_cache(disk=True)
+
+
+def test_a_long_random_story_gets_the_cold_answers(engine: Engine, cold) -> None:
+    rng = np.random.default_rng(0)
+    stems = [prompt(seed, 120) for seed in range(4)]
+    prompts, answers = [], {}
+    for i in range(40):
+        stem = stems[int(rng.integers(4))]
+        prompts.append(
+            [*stem[: int(rng.integers(1, 120))], *prompt(100 + i, int(rng.integers(1, 20)))]
+        )
+    queue, ids = list(enumerate(prompts)), {}
+    while queue or engine.num_unfinished:
+        for _ in range(int(rng.integers(0, 3))):
+            if queue:
+                i, tokens = queue.pop()
+                ids[engine.add_request(tokens, GREEDY)] = i
+        if rng.random() < 0.05 and engine._scheduler.running:
+            engine._preempt(engine._scheduler.victim())
+        for output in engine.step():
+            answers.setdefault(ids[output.request_id], []).extend(output.token_ids)
+        if rng.random() < 0.2:
+            engine.check_invariants()
+    assert engine.stats().external_hit_tokens > 0
+    for i, tokens in enumerate(prompts):
+        assert tuple(answers[i]) == cold(tokens).token_ids
+
+
+def test_all_programs_are_compiled_ahead(tiny: LoadedModel) -> None:
+    engine = tiered(tiny, host=100)
+    count = engine.warmup()
+    assert count == engine.num_programs == 2 + 3 + 10 + 4
+    one(engine, prompt(0))
+    evict(engine)
+    assert one(engine, prompt(0)).num_cached_tokens == 96
+    assert engine.num_programs == count
+    assert {r.why for r in engine.explain_compile() if "pack" in r.name} >= {
+        "blocks together, on their way to host memory or disk",
+        "blocks from there, where they belong",
+    }
+
+
+def test_threads_end_with_the_engine_closed_or_not(tiny: LoadedModel, tmp_path: Path) -> None:
+    def new_threads() -> set[threading.Thread]:
+        return {t for t in threading.enumerate() if t.name.startswith("octavo-tier")} - before
+
+    before: set[threading.Thread] = set()
+    before = new_threads()
+    engine = tiered(tiny, host=100, disk=tmp_path)
+    one(engine, prompt(0))
+    evict(engine)
+    one(engine, prompt(0))
+    assert len(new_threads()) >= 3
+    engine.close()
+    engine.close()
+    assert not new_threads()
+    evict(engine)
+    assert one(engine, prompt(0)).num_cached_tokens == 0  # it goes on, without the tiers
+    engine = tiered(tiny, disk=tmp_path)
+    assert one(engine, prompt(0)).num_cached_tokens == 96
+    del engine
+    gc.collect()
+    assert not new_threads()
+
+
+def test_a_budget_of_zero_is_no_tier(tiny: LoadedModel, tmp_path: Path) -> None:
+    engine = tiered(tiny, disk=tmp_path, disk_cache_gib=0)
+    assert engine._runner.tiers is None and engine.stats().tiers == {}
+    assert list(tmp_path.iterdir()) == []
+    engine.reset_cache(disk=True)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ({"host_cache_gib": -1}, "host_cache_gib=-1 must be at least 0"),
+        ({"disk_cache_gib": float("nan")}, "disk_cache_gib=nan must be at least 0"),
+        ({"host_cache_gib": 1, "enable_prefix_caching": False}, "enable_prefix_caching"),
+        ({"disk_cache_dir": "x", "enable_prefix_caching": False}, "enable_prefix_caching"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(config: dict, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        EngineConfig(**config)
+
+
+def test_a_budget_too_small_for_a_block_is_refused(tiny: LoadedModel) -> None:
+    with pytest.raises(ValueError, match="no block"):
+        tiered(tiny, host_cache_gib=BLOCK_GIB / 2)
