@@ -51,7 +51,7 @@ class Restores:
         if tiers is None or request.scores_prompt:
             return
         first, end = request.num_computed // size, (request.num_tokens - 1) // size
-        keys = tiers.keys_of(request, end)
+        keys = tiers.keys_of(request, end)[:end]
         tiers.stack.touch(keys[:first])
         found = tiers.stack.num_held(keys[first:])
         if is_first:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..models import LlamaConfig
 from ..paged import NamespaceKey
-from ..paged.tiers import DiskTier, HostTier, Tier, TierStack, extend_keys, root_key
+from ..paged.tiers import DiskTier, HostTier, Tier, TierStack, further_keys, root_key
 from ..pallas_kernels import NULL_BLOCK, gather_blocks, scatter_blocks
 from .config import EngineConfig
 from .layout import CacheLayout
@@ -73,16 +73,17 @@ class LowerTiers:
     def keys(
         self, namespace: NamespaceKey, tokens: np.ndarray, known: Sequence[bytes] = ()
     ) -> list[bytes]:
-        """Keys of all full blocks of `tokens: int32[n]`, of which the first are `known`."""
+        """Keys of the full blocks of `tokens: int32[n]` after those that are known."""
         root = root_key(namespace, self._payload, self._salt)
-        return extend_keys(list(known), root, tokens, self._block_size)
+        return further_keys(known, root, tokens, self._block_size)
 
     def keys_of(self, request: Request, num_blocks: int) -> list[bytes]:
-        """Keys of a request's first blocks."""
-        if len(request.block_keys) < num_blocks:
+        """Keys of a request's blocks, at least of so many; kept with the request."""
+        keys = request.block_keys
+        if len(keys) < num_blocks:
             tokens = request.tokens[: num_blocks * self._block_size]
-            request.block_keys = self.keys(request.namespace_key, tokens, request.block_keys)
-        return request.block_keys[:num_blocks]
+            keys += self.keys(request.namespace_key, tokens, keys)
+        return keys
 
     def num_held(self, namespace: NamespaceKey, tokens: np.ndarray, num_cached: int) -> int:
         """How many tokens of a prompt come from here if its first `num_cached` are cached."""

@@ -7,7 +7,7 @@ is not right is a miss: it is counted, logged in one line, and computed again.
 
 from .disk import DiskTier as DiskTier
 from .host import HostTier as HostTier
-from .keys import extend_keys as extend_keys
+from .keys import further_keys as further_keys
 from .keys import root_key as root_key
 from .stack import TierStack as TierStack
 from .tier import Tier as Tier
@@ -19,6 +19,6 @@ __all__ = [
     "Tier",
     "TierStack",
     "TierStats",
-    "extend_keys",
+    "further_keys",
     "root_key",
 ]

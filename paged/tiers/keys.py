@@ -1,16 +1,17 @@
 """What a block is called below the device: a digest of all that its keys and values depend on.
 
 >>> root = root_key(NamespaceKey(model="m", cache_dtype="float32"), "4 layers")
->>> keys = extend_keys([], root, np.arange(10, dtype=np.int32), block_size=4)
+>>> keys = further_keys([], root, np.arange(10, dtype=np.int32), block_size=4)
 >>> len(keys), keys[0] == keys[1]
 (2, False)
->>> keys == extend_keys(keys[:1], root, np.arange(10, dtype=np.int32), block_size=4)
+>>> keys[1:] == further_keys(keys[:1], root, np.arange(10, dtype=np.int32), block_size=4)
 True
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import astuple
 
 import numpy as np
@@ -37,12 +38,14 @@ def root_key(namespace: NamespaceKey, payload: str, salt: bytes = b"") -> bytes:
     return digest.digest()
 
 
-def extend_keys(keys: list[bytes], root: bytes, tokens: np.ndarray, block_size: int) -> list[bytes]:
-    """The keys of all full blocks of `tokens: int32[n]`, of which `keys` are the first."""
-    full = len(tokens) // block_size
-    blocks = np.ascontiguousarray(tokens[: full * block_size], "<i4").reshape(full, block_size)
-    keys, parent = list(keys), keys[-1] if keys else root
-    for block in blocks[len(keys) :]:
+def further_keys(
+    known: Sequence[bytes], root: bytes, tokens: np.ndarray, block_size: int
+) -> list[bytes]:
+    """The keys of the full blocks of `tokens: int32[n]` after those that are known."""
+    first, full = len(known), len(tokens) // block_size
+    rest = np.ascontiguousarray(tokens[first * block_size : full * block_size], "<i4")
+    keys, parent = [], known[-1] if known else root
+    for block in rest.reshape(-1, block_size):
         digest = hashlib.blake2b(parent, digest_size=KEY_BYTES, person=_PERSON)
         digest.update(block.data)
         parent = digest.digest()

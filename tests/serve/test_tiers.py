@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,6 +18,9 @@ import pytest
 from octavo import paged
 from octavo.models import LoadedModel
 from octavo.serve import BeamSearchParams, Completion, Engine, EngineConfig, SamplingParams, tiers
+from octavo.serve.api import create_app
+from octavo.serve.async_engine import AsyncEngine
+from octavo.serve.metrics import ServerMetrics
 
 from .test_lifecycle import other_weights
 from .tiny import tiny_adapter, tiny_engine, tiny_model
@@ -372,6 +378,35 @@ def test_damaged_files_are_computed_again_and_no_request_notices(
     assert [sixth.hex() in line for line in caplog.messages] == [True]
     evict(engine)
     assert one(engine, prompt(0)).num_cached_tokens == 96  # written again
+
+
+def test_http_and_metrics_show_the_tiers_and_a_reset_clears_them(engine: Engine) -> None:
+    one(engine, prompt(0))
+    evict(engine)
+    one(engine, prompt(0))
+    stack_of(engine).flush()
+    page = ServerMetrics("tiny").render(engine.stats())[0].decode()
+    for line in (
+        r"octavo:tier_hits_total\{model_name=\"tiny\",tier=\"host\"\} [1-9]",
+        r"octavo:tier_blocks\{model_name=\"tiny\",tier=\"disk\"\} [1-9]",
+        r"octavo:tier_errors_total\{model_name=\"tiny\",tier=\"disk\"\} ",
+        r"vllm:external_prefix_cache_hits_total\{model_name=\"tiny\"\} [1-9]",
+    ):
+        assert re.search(line, page), page
+
+    async def ask() -> None:
+        with AsyncEngine(engine) as async_engine:
+            app = create_app(async_engine, cache_control=True)
+            transport = httpx.ASGITransport(app=app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
+                for query in ("", "?disk=true"):
+                    assert (await http.post(f"/reset_prefix_cache{query}")).status_code == 200
+                    told.append((await http.post("/cache/explain", json=body)).json())
+
+    told, body = [], {"prompt": [prompt(0)]}
+    asyncio.run(ask())
+    assert [explanation["num_tier_tokens"] for explanation in told] == [96, 0]
+    assert "in host memory or on disk" in told[0]["message"]
 
 
 def test_a_reset_clears_host_memory_and_the_disk_if_asked(engine: Engine) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from octavo.paged import NamespaceKey
-from octavo.paged.tiers import extend_keys, root_key
+from octavo.paged.tiers import further_keys, root_key
 from octavo.paged.tiers import keys as keys_module
 
 KEY = NamespaceKey(model="m", cache_dtype="float32", adapter="a", adapter_version="1", salt="s")
@@ -19,7 +19,7 @@ TOKENS = np.arange(12, dtype=np.int32)
 def keys(
     tokens: np.ndarray = TOKENS, namespace=KEY, payload="p", salt=b"", block_size=4
 ) -> list[bytes]:
-    return extend_keys([], root_key(namespace, payload, salt), np.asarray(tokens), block_size)
+    return further_keys([], root_key(namespace, payload, salt), np.asarray(tokens), block_size)
 
 
 @pytest.mark.parametrize("field", [field.name for field in fields(NamespaceKey)])
@@ -55,8 +55,8 @@ def test_only_full_blocks_have_keys_and_a_prefix_has_the_first_of_them():
 
 def test_keys_extend_those_there_are():
     root, known = root_key(KEY, "p"), keys(TOKENS[:4])
-    assert extend_keys(known, root, TOKENS, 4) == keys()
-    assert len(known) == 1
+    assert further_keys(known, root, TOKENS, 4) == keys()[1:]
+    assert further_keys(keys(), root, TOKENS, 4) == []
 
 
 def test_keys_do_not_depend_on_the_machines_integers():
