@@ -66,7 +66,7 @@ class DiskTier:
         self._lock = threading.Lock()
         self._hits = self._misses = self._evictions = self._drops = self._errors = 0
         self._last_complaint = ""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # its files tell prompts
         # Bytes of each file, the least recently used first.
         self._files: OrderedDict[bytes, int] = self._listed()
         self._num_bytes = sum(self._files.values())

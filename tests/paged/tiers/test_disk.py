@@ -43,7 +43,7 @@ def path_of(tmp_path: Path, number: int) -> Path:
     return tmp_path / "blocks" / f"{key(number).hex()}.kv"
 
 
-def test_blocks_are_there_after_a_restart(new_tier):
+def test_blocks_are_there_after_a_restart(new_tier, tmp_path):
     first = new_tier()
     put(first, 1, 2)
     assert held(first, 1, 2, 3) == [1, 2]
@@ -54,6 +54,7 @@ def test_blocks_are_there_after_a_restart(new_tier):
     stats = again.stats()
     assert (stats.hits, stats.misses, stats.errors, stats.num_blocks) == (2, 1, 0, 2)
     assert stats.num_bytes == 2 * FILE_BYTES
+    assert (tmp_path / "blocks").stat().st_mode & 0o077 == 0
 
 
 def test_close_writes_what_waits(new_tier):
