@@ -9,7 +9,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -181,8 +180,7 @@ def serve(
             name = served_model_name or engine.loaded.name
             load_modules(engine, adapters, name)
             engine.warmup(progress)
-        metrics = ServerMetrics(name)
-        with closing(engine), AsyncEngine(engine, metrics=metrics) as async_engine:
+        with AsyncEngine(engine, metrics=ServerMetrics(name)) as async_engine:
             app = create_app(
                 async_engine,
                 model_name=name,

@@ -81,6 +81,7 @@ class Restores:
         """
         until = time.perf_counter() + self._slice_s
         restoring = [request for request in running if request.restore is not None]
+        self._read_ahead(restoring)
         while restoring:
             ready = [request for request in restoring if self._next_load(request).future.done()]
             for request in ready:
@@ -108,10 +109,9 @@ class Restores:
     def _read_ahead(self, restoring: Sequence[Request]) -> None:
         """Let more be read; at least one batch for everybody, so that nobody waits for ever."""
         tiers, size = self._runner.tiers, self._block_size
-        assert tiers is not None
         for request in restoring:
             restore = request.restore
-            assert restore is not None
+            assert tiers is not None and restore is not None
             while restore.next < len(restore.keys) and (
                 not restore.loads or self._num_loads < _MAX_LOADS
             ):

@@ -61,14 +61,15 @@ class TierStack:
 
     def num_held(self, keys: Sequence[bytes]) -> int:
         """How many of a sequence's blocks, from its first, are in some tier."""
-        for i, key in enumerate(keys):
-            if not any(key in tier for tier in self.tiers):
-                # Perhaps it is about to arrive.
-                if key not in self._coming:
-                    return i
-                self._saves.join()
-                return i + self.num_held(keys[i:])
-        return len(keys)
+        held = self._num_stored(keys)
+        if held < len(keys) and keys[held] in self._coming:
+            self._saves.join()
+            held += self._num_stored(keys[held:])
+        return held
+
+    def _num_stored(self, keys: Sequence[bytes]) -> int:
+        stored = (any(key in tier for tier in self.tiers) for key in keys)
+        return next((i for i, there in enumerate(stored) if not there), len(keys))
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note that these blocks, a sequence's first ones, were used."""
@@ -89,7 +90,11 @@ class TierStack:
             self._thread = threading.Thread(target=self._run, name="octavo-tiers", daemon=True)
             self._thread.start()
         self._coming.update(keys)
-        self._saves.put(_Batch(keys=keys, tokens=tokens, packed=packed))
+        try:
+            self._saves.put(_Batch(keys=keys, tokens=tokens, packed=packed))
+        except BaseException:  # an interrupt while it waited
+            self._coming.difference_update(keys)
+            raise
 
     def load(self, keys: Sequence[bytes], tokens: np.ndarray, out: np.ndarray) -> list[str]:
         """Read a sequence's blocks until one is missing; the tier's name for each that was read.
