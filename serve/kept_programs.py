@@ -12,7 +12,10 @@ from .config import EngineConfig
 from .program_store import ProgramStore, jax_cache
 
 # What no program depends on.
-_OTHER_SETTINGS = ("compilation_cache_dir", "max_waiting", "max_setbacks", "decode_slice_ms")
+_OTHER_SETTINGS = (
+    *("compilation_cache_dir", "max_waiting", "max_setbacks", "decode_slice_ms"),
+    *("host_cache_gib", "disk_cache_dir", "disk_cache_gib"),
+)
 
 
 def keep_compiled_programs(config: EngineConfig, model: Llama) -> ProgramStore | None:
