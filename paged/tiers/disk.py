@@ -2,8 +2,9 @@
 
 There is no other index. What is there is listed once at the start, oldest use first by modification
 times, and whatever happens to a file happens to that block alone. (Measured beside SQLite with the
-same blocks in it: files were written twice and read at least ten times as fast, and the listing
-takes two microseconds a file.) Several processes may share a folder: each keeps its own account of
+same blocks in it: files were read at least ten times as fast, and written four times as fast at
+360 KiB a block and, in one try, 0.6 times as fast at 2 MiB. The listing takes two microseconds a
+file.) Several processes may share a folder: each keeps its own account of
 it, finds what was there when it started, and misses what another one has evicted.
 """
 
