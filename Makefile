@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# Processes that share the tests; each takes about 4 GB.
+# Processes that share the tests; each takes up to 7 GB.
 WORKERS ?= 2
 MODEL ?= smollm2
 HOST ?= 127.0.0.1

@@ -190,7 +190,7 @@ def test_the_command_line_generates_with_an_adapter(
     monkeypatch.setattr(cli, "load_model", lambda *_, **__: tiny)
     options = ["generate", "tiny", "one two three", "--temperature", "0", "--max-tokens", "8"]
     options += ["--num-blocks", "40", "--compilation-cache-dir", ""]
-    options += ["--max-num-seqs", "1", "--max-num-batched-tokens", "16"]
+    options += ["--max-num-seqs", "1", "--max-num-batched-tokens", "16", "--max-loras", "1"]
     path = folder / "allowed/one"
     code, with_adapter, error = run(*options, "--adapter", str(path))
     assert code == 0, error

@@ -93,10 +93,10 @@ def test_sixteen_samples_hold_a_thousand_token_prompt_once(smollm2: LoadedModel)
 def test_each_sample_is_what_its_seed_gives_alone(engines, alone, length: str, cache: str) -> None:
     engine, tokens = engines[cache], prompt(20 + LENGTHS[length], LENGTHS[length])
     before = engine.stats().prefilled_tokens
-    answers = engine.generate(tokens, sampled(5))
-    assert [a.token_ids for a in answers] == alone(tokens, 5)
-    assert len({a.token_ids for a in answers}) == 5
-    assert [a.num_cached_tokens for a in answers] == [0] * 5
+    answers = engine.generate(tokens, sampled(4))
+    assert [a.token_ids for a in answers] == alone(tokens, 4)
+    assert len({a.token_ids for a in answers}) == 4
+    assert [a.num_cached_tokens for a in answers] == [0] * 4
     assert engine.stats().prefilled_tokens - before == LENGTHS[length]
     assert_empty(engine)
 

@@ -181,9 +181,9 @@ def test_the_number_of_programs_is_bounded_and_warm_up_makes_them_all(tiny: Load
     engine = tiny_engine(tiny, num_speculative_tokens=2, max_speculative_seqs=2)
     seen: list[tuple[int, int, str]] = []
     count = engine.warmup(lambda *args: seen.append(args))
-    # Steps of 16, 32, 64 tokens; loops of 1, 2, 4, 8 sequences, speculative ones of 1 and 2; eight
-    # of the block manager and two that copy.
-    assert count == engine.num_programs == 3 + 4 + 2 + 10
+    # Steps of 16 and 32 tokens; loops of 1, 2, 4 sequences, speculative ones of 1 and 2; eight of
+    # the block manager and two that copy.
+    assert count == engine.num_programs == 2 + 3 + 2 + 10
     assert seen[-1][:2] == (count, count) and len(seen) == count + 1
     rng = random.Random(1)
     for i in range(30):

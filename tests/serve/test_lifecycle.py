@@ -56,13 +56,13 @@ def other_weights(tiny: LoadedModel, fingerprint: str) -> LoadedModel:
 def test_a_drained_engine_finishes_what_it_has_and_takes_nothing(
     engine: Engine, cancel_waiting: bool
 ) -> None:
-    ids = [engine.add_request(prompt(i, 20), GREEDY) for i in range(10)]  # eight seats
+    ids = [engine.add_request(prompt(i, 20), GREEDY) for i in range(6)]  # four seats
     outputs = engine.step()
     outputs += engine.drain(cancel_waiting=cancel_waiting)
     last = {output.request_id: output for output in outputs}
     reasons = [last[request_id].finish_reason for request_id in ids]
     end = "cancelled" if cancel_waiting else "length"
-    assert reasons == ["length"] * 8 + [end] * 2
+    assert reasons == ["length"] * 4 + [end] * 2
     with pytest.raises(EngineDraining, match="drained"):
         engine.add_request(PROMPT, GREEDY)
     assert engine.num_unfinished == 0
