@@ -31,7 +31,7 @@ test-exactness: $(VENV)/.test
 
 # Every case, implementation and chip. Needs JAX 0.12 (Python 3.12) for all of it.
 test-kernels: $(VENV)/.test $(VENV)/.compilers
-	NPROC=16 $(VENV)/bin/python -m pytest tests/pallas_kernels --kernels $(ARGS)
+	NPROC=16 $(VENV)/bin/python -m pytest -n $(WORKERS) tests/pallas_kernels --kernels $(ARGS)
 
 lint: $(VENV)/.lint
 	mkdir -p .typings/octavo
