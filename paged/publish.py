@@ -202,6 +202,8 @@ def _name_one_by_one(
     own = _blocks(tables, entries.seat, entries.column)
     follows = _follows(entries, live)
     place = jnp.arange(size, dtype=jnp.int32)
+    # A block that is found with more tokens keeps that name, and takes no shorter one from others.
+    named = live & (state.index.num_tokens[own] < names.num_tokens)
 
     def one(
         carry: tuple[jax.Array, jax.Array, jax.Array],
@@ -213,7 +215,7 @@ def _name_one_by_one(
         name = jax.tree.map(lambda x: x[i], replace(names, parent=parents))
         indexed = find_named(state.index, name)
         earlier = live & (place < i)
-        same = earlier & (twins == NULL_BLOCK) & (parents == parent)
+        same = earlier & named & (twins == NULL_BLOCK) & (parents == parent)
         same &= (names.namespace == name.namespace) & (names.num_tokens == name.num_tokens)
         same &= jnp.all(names.tokens == name.tokens, axis=1)
         # A block that stands in several tables goes with the first.

@@ -56,6 +56,17 @@ def test_a_full_block_named_again_by_fewer_tokens_is_still_the_parent(manager: M
     assert len(manager.model.cached) == 2
 
 
+def test_a_full_block_named_again_by_fewer_tokens_leaves_that_name_to_others(
+    manager: Manager,
+) -> None:
+    serve(manager, 0, [1, 2, 0, 0])
+    manager.publish_entries(manager.entries([(0, 0, 4)]))
+    serve(manager, 1, [1, 2])
+    manager.publish_entries(manager.entries([(0, 0, 2), (1, 0, 2)]))
+    manager.means_the_same()
+    assert sorted(manager.model.cached) == [(0, (1, 2)), (0, (1, 2, 0, 0))]
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_a_block_in_another_namespace_than_its_parent_is_refused(
     manager: Manager, together: bool
