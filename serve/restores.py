@@ -52,8 +52,8 @@ class Restores:
             return
         first, end = request.num_computed // size, (request.num_tokens - 1) // size
         keys = tiers.keys_of(request, end)[:end]
-        tiers.stack.touch(keys[:first])
         found = tiers.stack.num_held(keys[first:])
+        tiers.stack.touch(keys[: first + found])
         if is_first:
             self._count["external_query_tokens"] += (end - first) * size
         if found:

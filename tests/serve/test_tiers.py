@@ -139,6 +139,16 @@ def test_what_was_evicted_comes_back_from_host_memory_with_the_same_bits(engine:
     assert engine.explain(prompt(0)).num_tier_tokens == 0
 
 
+def test_what_came_back_is_not_the_next_to_go(tiny: LoadedModel) -> None:
+    engine = tiered(tiny, host=60)
+    one(engine, prompt(0))
+    evict(engine, seed=1000)  # 36 blocks, and there is room for 60
+    assert one(engine, prompt(0)).num_cached_tokens == 96
+    evict(engine, seed=2000)
+    assert one(engine, prompt(0)).num_cached_tokens == 96
+    engine.close()
+
+
 def test_generated_tokens_come_back_too(engine: Engine, cold) -> None:
     first = one(
         engine, prompt(0, 30), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
