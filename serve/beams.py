@@ -224,7 +224,7 @@ class BeamSearches:
                 is_first = search.prompt.num_cached_tokens is None
                 self._note_cached(search.prompt, beam, cached)
                 if alone:
-                    self._restores.begin(beam, is_first=is_first)
+                    self._restores.begin(beam, is_first=is_first, may_split=False)
         except BaseException:
             self._leave(search, publish=False)
             raise

@@ -61,6 +61,11 @@ class EngineConfig:
     )
     disk_cache_dir: str = _knob("", "folder for blocks that outlive the process; '' for none")
     disk_cache_gib: float = _knob(16.0, "what that folder may hold, in GiB; 0 for nothing")
+    restore_policy: str = _knob(
+        "cost",
+        "whether blocks below the KV cache are restored: cost (where that is predicted to take "
+        "less time than computing them) or always",
+    )
     compilation_cache_dir: str = _knob(
         "~/.cache/octavo/compiled", "where compiled programs are kept between runs; '' for nowhere"
     )
@@ -108,6 +113,8 @@ class EngineConfig:
                 f"scheduling_policy={self.scheduling_policy!r} must be one of "
                 f"{', '.join(SCHEDULING_POLICIES)}"
             )
+        if self.restore_policy not in ("cost", "always"):
+            raise ValueError(f"restore_policy={self.restore_policy!r} must be cost or always")
         if not 0 <= self.max_pinned_fraction <= 1:
             raise ValueError(f"max_pinned_fraction={self.max_pinned_fraction} must be in [0, 1]")
         if self.max_num_batched_tokens < self.max_num_seqs:

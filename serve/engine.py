@@ -35,6 +35,7 @@ from .logprobs import report
 from .outputs import COUNTERS, EngineStats, RequestOutput
 from .programs import Drawn
 from .request import Request
+from .restore_choice import choice_for
 from .restores import Restores
 from .runner import ModelRunner
 from .sampling_params import InvalidRequest, SamplingParams
@@ -87,6 +88,7 @@ class Engine(Answers, Lifecycle, AdapterControl):
             block_size=config.block_size,
             slice_s=config.decode_slice_ms / 1000,
             count=self._count,
+            choice=choice_for(loaded.model, config, runner.layout),
         )
         self._beams = BeamSearches(
             runner,
@@ -332,7 +334,12 @@ class Engine(Answers, Lifecycle, AdapterControl):
         joining = self._join(work)
         work = joined_work(work, joining)
         prefilling = [request.needs_prefill for request, _ in work]
+        num_programs, begin = self.num_programs, time.perf_counter()
         drawn = self._runner.packed(work)
+        if len(work) == 1 and self.num_programs == num_programs:
+            (request, count), seconds = work[0], time.perf_counter() - begin
+            start = request.num_computed
+            self._restores.choice.computed(start, start + count, seconds)
         for join in joining:
             join.branch.num_computed = join.branch.num_prompt_tokens
             join.branch.prompt_logprobs = list(join.leader.prompt_logprobs)
@@ -467,6 +474,7 @@ class Engine(Answers, Lifecycle, AdapterControl):
             num_active_blocks=int(blocks.num_active),
             num_draft_tokens=self._runner.num_draft_tokens,
             num_accepted_tokens=self._runner.num_accepted_tokens,
+            restores=self._restores.choice.stats,
             tiers={} if self._runner.tiers is None else self._runner.tiers.stack.stats(),
             **self._count,
         )

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..paged.cost_model import RestorePlan
+
 Loaded = tuple[np.ndarray, list[str]]
 
 
@@ -22,17 +24,44 @@ class Load:
 
 
 @dataclass(kw_only=True, eq=False)
+class Watch:
+    """A choice on its way.
+
+    Attributes:
+        plan: what was chosen, and why; None where restoring is no choice.
+        tiers: where each block of the stretch lies.
+        stop_token: where the stretch ends.
+        begun: when, by `time.perf_counter`.
+        alone: whether nobody else computed meanwhile.
+    """
+
+    plan: RestorePlan | None
+    tiers: Sequence[str]
+    stop_token: int
+    begun: float
+    alone: bool = True
+
+
+@dataclass(kw_only=True, eq=False)
 class Restore:
     """What a request still gets from lower tiers.
 
     Attributes:
-        keys: of its blocks, up to the last one that was found.
+        keys: of its blocks, up to the last one that comes from there.
+        start_token: where its first one begins; those before it are computed.
         next: column of the first one that nobody reads yet.
+        ready: column up to which they are in place.
         is_first: whether the request is here for the first time, so that what it gets counts.
+        watch: how the choice turns out.
+        is_over: whether nothing more is to come.
         loads: what is being read, in order.
     """
 
     keys: Sequence[bytes]
+    start_token: int
     next: int
+    ready: int
     is_first: bool
+    watch: Watch
+    is_over: bool = False
     loads: deque[Load] = field(default_factory=deque)

@@ -59,6 +59,16 @@ _TIER_COUNTERS = (
     ("octavo:tier_drops", "drops", "Blocks that a tier had no time to take."),
     ("octavo:tier_errors", "errors", "Blocks that could not be written or read, or were damaged."),
 )
+# The same of `RestoreStats`.
+_RESTORE_COUNTERS = (
+    ("octavo:restore_predicted_seconds", "predicted_seconds", "Predicted of choices that ended."),
+    ("octavo:restore_actual_seconds", "actual_seconds", "What they took."),
+    (
+        "octavo:restore_regret_seconds",
+        "regret_seconds",
+        "By which they took longer than the other way was predicted to take.",
+    ),
+)
 _BLOCK_STATES = ("free", "cached", "active")
 
 # The engine's finish reasons, and what vLLM calls them where it differs.
@@ -154,9 +164,24 @@ class ServerMetrics:
         yield from self._tiers(stats)
 
     def _tiers(self, stats: EngineStats) -> Iterator[Metric]:
+        if not stats.tiers:
+            return
+        choices = CounterMetricFamily(
+            "octavo:restore_choices",
+            "Stretches found below the device, by what was done.",
+            labels=["model_name", "choice"],
+        )
+        for choice in ("restored", "recomputed", "split"):
+            count = getattr(stats.restores, f"num_{choice}")
+            choices.add_metric([self._model_name, choice], count)
+        yield choices
+        for name, field, text in _RESTORE_COUNTERS:
+            counter = CounterMetricFamily(name, text, labels=["model_name"])
+            counter.add_metric([self._model_name], getattr(stats.restores, field))
+            yield counter
         kinds = (GaugeMetricFamily, _TIER_GAUGES), (CounterMetricFamily, _TIER_COUNTERS)
         for family, metrics in kinds:
-            for name, field, text in metrics if stats.tiers else ():
+            for name, field, text in metrics:
                 metric = family(name, text, labels=["model_name", "tier"])
                 for tier, numbers in stats.tiers.items():
                     metric.add_metric([self._model_name, tier], getattr(numbers, field))

@@ -94,6 +94,25 @@ class Completion:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RestoreStats:
+    """Choices between restoring and computing, and how they turned out.
+
+    Attributes:
+        num_restored, num_recomputed, num_split: choices; a split computes a part and restores
+            the rest.
+        predicted_seconds, actual_seconds: of those that were carried out to their end.
+        regret_seconds: by which they took longer than the other way was predicted to take.
+    """
+
+    num_restored: int = 0
+    num_recomputed: int = 0
+    num_split: int = 0
+    predicted_seconds: float = 0.0
+    actual_seconds: float = 0.0
+    regret_seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineStats:
     """Where an engine stands.
 
@@ -115,6 +134,7 @@ class EngineStats:
         num_finished: requests that ended by themselves.
         num_cancelled: requests that were ended from outside.
         num_timed_out: requests whose `timeout_s` was over.
+        restores: choices between restoring and computing.
         tiers: those below the device, by name.
     """
 
@@ -137,6 +157,7 @@ class EngineStats:
     num_timed_out: int
     external_query_tokens: int = 0
     external_hit_tokens: int = 0
+    restores: RestoreStats = RestoreStats()
     tiers: Mapping[str, TierStats] = field(default_factory=dict)
 
 

@@ -89,6 +89,17 @@ class Request:
         return self.num_computed < self.num_tokens - 1 or self.num_generated == 0
 
     @property
+    def waits_for_blocks(self) -> bool:
+        """Whether it cannot go on before more has come from a lower tier."""
+        return self.restore is not None and self.num_computed >= self.restore.start_token
+
+    @property
+    def num_to_compute(self) -> int:
+        """Tokens that can be computed now, one after the other."""
+        end = self.num_tokens if self.restore is None else self.restore.start_token
+        return end - self.num_computed
+
+    @property
     def scores_prompt(self) -> bool:
         """Whether it has yet to find out how likely its prompt's tokens are."""
         return self.params.prompt_logprobs is not None and self.num_generated == 0

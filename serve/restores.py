@@ -1,10 +1,12 @@
 """Requests that wait for blocks from a lower tier, and go on computing where those end.
 
-A request whose prompt goes on below the device gets its seat and all its blocks like any other, and
+A request whose prompt goes on below the device, and for which restoring is sooner than computing
+(see `restore_choice`), gets its seat and all its blocks like any other, and
 holds them. Threads read the missing ones into host memory, a few batches ahead; between two steps
 what has been read is put into the request's blocks and published, as if it had been computed: it is
 found by others, those who wait for its blocks go on, and whatever ends the request early leaves
-nothing behind. Where a block turns out to be missing, the request computes from there.
+nothing behind. Where a block turns out to be missing, the request computes from there. Where the
+first blocks are computed by choice, those after them are put in place meanwhile.
 
 Others decode meanwhile. Per step restores take at most the time of a slice of decode steps.
 """
@@ -16,8 +18,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 
-from .loads import Load, Restore
+import numpy as np
+
+from .loads import Load, Restore, Watch
 from .request import Request
+from .restore_choice import RestoreChoice
 from .runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -34,31 +39,60 @@ class Restores:
         block_size: B.
         slice_s: seconds that `advance` may take.
         count: the engine's counters.
+        choice: decides what is restored.
     """
 
     def __init__(
-        self, runner: ModelRunner, *, block_size: int, slice_s: float, count: dict[str, int]
+        self,
+        runner: ModelRunner,
+        *,
+        block_size: int,
+        slice_s: float,
+        count: dict[str, int],
+        choice: RestoreChoice,
     ):
+        self.choice = choice
         self._runner = runner
         self._block_size = block_size
         self._slice_s = slice_s
         self._count = count
         self._num_loads = 0
+        # Those who compute what they could have restored.
+        self._watched: list[tuple[Request, Watch]] = []
 
-    def begin(self, request: Request, *, is_first: bool) -> None:
-        """Look up what follows a request's cached blocks; `request.restore` is set if it does."""
+    def begin(self, request: Request, *, is_first: bool, may_split: bool = True) -> None:
+        """Look up what follows a request's cached blocks; `request.restore` is set if any of it
+        is to come from there.
+
+        Args:
+            request: has its seat and its blocks.
+            is_first: whether it is here for the first time.
+            may_split: whether it can compute some blocks and then get those that follow.
+        """
         tiers, size = self._runner.tiers, self._block_size
         if tiers is None or request.scores_prompt:
             return
         first, end = request.num_computed // size, (request.num_tokens - 1) // size
         keys = tiers.keys_of(request, end)[:end]
-        found = tiers.stack.num_held(keys[first:])
-        tiers.stack.touch(keys[: first + found])
+        found = tiers.stack.nearest(keys[first:])
+        tiers.stack.touch(keys[: first + len(found)])
         if is_first:
             self._count["external_query_tokens"] += (end - first) * size
-        if found:
-            keys = keys[: first + found]
-            request.restore = Restore(keys=keys, next=first, is_first=is_first)
+        if not found:
+            return
+        start, stop, watch = self.choice.choose(first * size, found, may_split=may_split)
+        start, stop = first + start, first + stop
+        if start == stop or stop * size < watch.stop_token:
+            self._watched.append((request, watch))
+        if start < stop:
+            request.restore = Restore(
+                keys=keys[:stop],
+                start_token=start * size,
+                next=start,
+                ready=start,
+                is_first=is_first,
+                watch=watch,
+            )
             self._read_ahead([request])
 
     def end(self, request: Request) -> None:
@@ -79,11 +113,15 @@ class Restores:
             publish_fn: lets others find what a request has got.
             idle: whether nobody has anything to compute; then it waits, until somebody has.
         """
+        self._look_at_watched()
         until = time.perf_counter() + self._slice_s
         restoring = [request for request in running if request.restore is not None]
+        for request in restoring:
+            assert request.restore is not None
+            request.restore.watch.alone &= idle
         self._read_ahead(restoring)
         while restoring:
-            ready = [request for request in restoring if self._next_load(request).future.done()]
+            ready = [request for request in restoring if _is_ready(request)]
             for request in ready:
                 try:
                     self._take(request, publish_fn)
@@ -99,12 +137,19 @@ class Restores:
                 return
             restoring = left
             if not ready:
-                futures = [self._next_load(request).future for request in restoring]
+                loads = [request.restore.loads for request in restoring if request.restore]
+                futures = [some[0].future for some in loads if some]
                 wait(futures, timeout=seconds, return_when=FIRST_COMPLETED)
 
-    def _next_load(self, request: Request) -> Load:
-        assert request.restore is not None
-        return request.restore.loads[0]
+    def _look_at_watched(self) -> None:
+        """Note what has been computed by choice, or will not be."""
+        still = []
+        for request, watch in self._watched:
+            if request.seat is not None and request.num_computed < watch.stop_token:
+                still.append((request, watch))
+            elif request.num_computed >= watch.stop_token:
+                self.choice.carried_out(watch)
+        self._watched = still
 
     def _read_ahead(self, restoring: Sequence[Request]) -> None:
         """Let more be read; at least one batch for everybody, so that nobody waits for ever."""
@@ -112,8 +157,10 @@ class Restores:
         for request in restoring:
             restore = request.restore
             assert tiers is not None and restore is not None
-            while restore.next < len(restore.keys) and (
-                not restore.loads or self._num_loads < _MAX_LOADS
+            while (
+                not restore.is_over
+                and restore.next < len(restore.keys)
+                and (not restore.loads or self._num_loads < _MAX_LOADS)
             ):
                 first, end = restore.next, min(restore.next + tiers.batch_blocks, len(restore.keys))
                 tokens = request.tokens[first * size : end * size].reshape(end - first, size)
@@ -123,24 +170,46 @@ class Restores:
                 self._num_loads += 1
 
     def _take(self, request: Request, publish_fn: Callable[[Request], None]) -> None:
-        restore, load = request.restore, self._next_load(request)
+        """Put the next batch in place, if there is one, and let the request go on after it."""
+        restore = request.restore
         assert restore is not None
-        try:
-            blocks, sources = load.future.result()
-        except Exception:  # memory, say: computing is always possible
-            logger.exception("blocks of request %s could not be read", request.request_id)
-            self.end(request)
-            return
-        restore.loads.popleft()
-        self._num_loads -= 1
-        if sources:
-            self._runner.put_blocks(request, load.first, len(sources), blocks)
-            gained = (load.first + len(sources)) * self._block_size - request.num_computed
+        if restore.loads:
+            load = restore.loads[0]
+            try:
+                blocks, sources = load.future.result()
+            except Exception:  # memory, say: computing is always possible
+                logger.exception("blocks of request %s could not be read", request.request_id)
+                blocks, sources = np.empty(0), []
+            restore.loads.popleft()
+            self._num_loads -= 1
+            if sources:
+                self._runner.put_blocks(request, load.first, len(sources), blocks)
+                restore.ready = load.first + len(sources)
+            restore.is_over = restore.ready < load.end or load.end == len(restore.keys)
+        if request.waits_for_blocks:
+            self._go_on(request, restore, publish_fn)
+
+    def _go_on(
+        self, request: Request, restore: Restore, publish_fn: Callable[[Request], None]
+    ) -> None:
+        gained = restore.ready * self._block_size - request.num_computed
+        if gained > 0:
             request.num_computed += gained
             publish_fn(request)
             if restore.is_first:
                 request.num_cached_tokens = (request.num_cached_tokens or 0) + gained
                 self._count["prefix_hit_tokens"] += gained
                 self._count["external_hit_tokens"] += gained
-        if load.first + len(sources) < load.end or load.end == len(restore.keys):
+        if restore.is_over:
             self.end(request)
+            if request.num_computed >= restore.watch.stop_token:
+                self.choice.carried_out(restore.watch)
+
+
+def _is_ready(request: Request) -> bool:
+    """Whether there is something to put in place, or nothing more to wait for."""
+    restore = request.restore
+    assert restore is not None
+    if restore.loads:
+        return restore.loads[0].future.done()
+    return restore.is_over and request.waits_for_blocks

@@ -226,7 +226,7 @@ class Scheduler:
     @property
     def computing(self) -> list[Request]:
         """Running requests that do not wait for blocks from a lower tier."""
-        return [request for request in self.running if request.restore is None]
+        return [request for request in self.running if not request.waits_for_blocks]
 
     def prefill_work(self) -> list[tuple[Request, int]]:
         """(request, tokens) of the next packed step, or nothing if no request needs prefill.
@@ -239,7 +239,7 @@ class Scheduler:
         work = [(r, 1) for r in self.computing if not r.needs_prefill]
         budget = self._token_budget - len(work)
         for request in prefills:
-            count = min(request.num_tokens - request.num_computed, budget)
+            count = min(request.num_to_compute, budget)
             if count < 1:
                 break
             work.append((request, count))

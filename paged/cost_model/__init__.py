@@ -23,6 +23,8 @@ from .penalty import MissPenalty as MissPenalty
 from .penalty import miss_penalty as miss_penalty
 from .presets import MODEL_SHAPES as MODEL_SHAPES
 from .presets import model_shape as model_shape
+from .restoring import RestorePlan as RestorePlan
+from .restoring import plan_restore as plan_restore
 from .seconds import RooflinePoint as RooflinePoint
 from .seconds import prefill_seconds as prefill_seconds
 from .seconds import roofline as roofline
@@ -46,6 +48,7 @@ __all__ = [
     "Hardware",
     "MissPenalty",
     "ModelShape",
+    "RestorePlan",
     "RooflinePoint",
     "Work",
     "attention_flops",
@@ -58,6 +61,7 @@ __all__ = [
     "kv_bytes",
     "miss_penalty",
     "model_shape",
+    "plan_restore",
     "prefill_flops",
     "prefill_seconds",
     "prefill_work",

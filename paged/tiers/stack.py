@@ -67,6 +67,16 @@ class TierStack:
             held += self._num_stored(keys[held:])
         return held
 
+    def nearest(self, keys: Sequence[bytes]) -> list[str]:
+        """The nearest tier of each of a sequence's blocks, from its first up to where none is."""
+        names = []
+        for key in keys[: self.num_held(keys)]:
+            name = next((tier.name for tier in self.tiers if key in tier), None)
+            if name is None:  # evicted meanwhile
+                break
+            names.append(name)
+        return names
+
     def _num_stored(self, keys: Sequence[bytes]) -> int:
         stored = (any(key in tier for tier in self.tiers) for key in keys)
         return next((i for i, there in enumerate(stored) if not there), len(keys))

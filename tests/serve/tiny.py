@@ -43,7 +43,8 @@ def tiny_model(smollm2: LoadedModel, *, max_context_len: int = 512) -> LoadedMod
 
 def tiny_engine(loaded: LoadedModel, **config) -> Engine:
     settings: dict[str, Any] = {"num_blocks": 256, "block_size": 8, "max_num_seqs": 4}
-    settings |= {"max_num_batched_tokens": 32, "compilation_cache_dir": ""} | config
+    own = {"max_num_batched_tokens": 32, "compilation_cache_dir": "", "restore_policy": "always"}
+    settings |= own | config
     return Engine(loaded, EngineConfig(**settings))
 
 
