@@ -3,49 +3,27 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
-import jax
 import typer
 
-from ..models.config import LlamaConfig
-from ..models.gguf_io import GgufSource
-from ..models.loading import KNOWN_MODELS, find_model
-from ..paged.cost_model import (
-    HARDWARE,
-    MODEL_SHAPES,
-    CostModel,
-    Hardware,
-    ModelShape,
-    calibrate,
-    miss_penalty,
-    model_shape,
-)
+from ..paged.cost_model import Hardware, miss_penalty
 from ..paged.cost_model.shape import BYTES_OF_DTYPE
-from .console import RUN_ERROR, USAGE_ERROR, give_up, progress_bar, quiet_interrupt
-from .model_shape import shape_of
+from .console import RUN_ERROR, USAGE_ERROR, give_up
+from .cost_options import HARDWARE_HELP, MODEL_HELP, THIS, find_costs
 from .penalty_plot import draw_plot
 from .penalty_table import notes, print_penalty
 from .plot_files import PlotUnavailable, check_plot
-
-THIS = "this"
 
 Rate = Annotated[float | None, typer.Option(metavar="GB/S", help="Instead of the machine's own.")]
 
 
 def penalty(
-    model: Annotated[
-        str,
-        typer.Option(help=f"{', '.join([*MODEL_SHAPES, *KNOWN_MODELS])}; a config.json or GGUF."),
-    ],
+    model: Annotated[str, typer.Option(help=MODEL_HELP)],
     prefix: Annotated[int, typer.Option(help="Tokens that may be cached.", min=1)],
-    hardware: Annotated[
-        str,
-        typer.Option(help=f"{', '.join(HARDWARE)}; or 'this', which is measured in seconds."),
-    ] = "h100",
+    hardware: Annotated[str, typer.Option(help=HARDWARE_HELP)] = "h100",
     new: Annotated[int, typer.Option(help="Tokens after them that are not.", min=1)] = 32,
     devices: Annotated[
         int, typer.Option("--devices", "--tp", help="Devices that share the model.", min=1)
@@ -76,28 +54,26 @@ def penalty(
     ] = False,
 ) -> None:
     """What a prefix costs to miss, to restore and to hit on a machine, and what to pin."""
-    shape = _shape(model)
-    if dtype is None and hardware == THIS and jax.default_backend() == "cpu":
-        dtype = "float32"  # what the engine computes in on a CPU
-    try:
-        shape = shape if dtype is None else shape.with_dtype(dtype)
-    except ValueError as error:
-        give_up(f"--dtype: {error}", USAGE_ERROR)
     if plot is not None:
         _check_plot(plot)
-    with quiet_interrupt():
-        machine = _hardware(hardware, shape, chunk_size, disk_folder)
-    machine = _with_rates(machine, {"link": link, "disk": disk, "remote": remote})
-    try:
-        costs = CostModel(shape, machine, devices, chunk_size)
-    except ValueError as error:
-        give_up(f"--devices: {error}", USAGE_ERROR)
+    if disk_folder is not None and hardware != THIS:
+        give_up(f"--disk-folder: only --hardware {THIS} measures a disk", USAGE_ERROR)
+    costs = find_costs(
+        model,
+        hardware,
+        num_devices=devices,
+        chunk_size=chunk_size,
+        dtype=dtype,
+        disk_folder=disk_folder,
+    )
+    rates = {"link": link, "disk": disk, "remote": remote}
+    costs = replace(costs, hardware=_with_rates(costs.hardware, rates))
     result = miss_penalty(costs, prefix, new)
     name = Path(model).name
     if as_json:
         figures = {
-            "model": {"name": model, **asdict(shape)},
-            "hardware": asdict(machine),
+            "model": {"name": model, **asdict(costs.shape)},
+            "hardware": asdict(costs.hardware),
             "num_devices": devices,
             "chunk_size": chunk_size,
             **asdict(result),
@@ -108,35 +84,9 @@ def penalty(
         print_penalty(costs, result, model=name)
     if plot is not None:
         try:
-            draw_plot(costs, result, plot, title=f"{name} on {devices} × {machine.name}")
+            draw_plot(costs, result, plot, title=f"{name} on {devices} × {costs.hardware.name}")
         except OSError as error:
             give_up(f"cannot write {plot}: {error.strerror or error}", RUN_ERROR)
-
-
-def _shape(name: str) -> ModelShape:
-    try:
-        if name in KNOWN_MODELS or name.endswith(".gguf"):
-            source = GgufSource(find_model(name)[1])
-            return shape_of(LlamaConfig.from_gguf(source.metadata, set(source.tensors)))
-        return model_shape(name)
-    except (OSError, ValueError) as error:
-        give_up(f"--model: {error}", USAGE_ERROR)
-
-
-def _hardware(name: str, shape: ModelShape, chunk_size: int, disk_folder: Path | None) -> Hardware:
-    if name in HARDWARE and disk_folder is not None:
-        give_up(f"--disk-folder: only --hardware {THIS} measures a disk", USAGE_ERROR)
-    if name in HARDWARE:
-        return HARDWARE[name]
-    if name != THIS:
-        give_up(f"--hardware: {name!r} is none of {THIS}, {', '.join(HARDWARE)}", USAGE_ERROR)
-    folder = disk_folder or Path(tempfile.gettempdir())
-    try:
-        with progress_bar() as progress:
-            progress(0, 0, "measuring this machine")
-            return calibrate(shape, chunk_size=chunk_size, disk_folder=folder)
-    except OSError as error:
-        give_up(f"cannot measure the disk in {folder}: {error.strerror or error}", RUN_ERROR)
 
 
 def _with_rates(machine: Hardware, rates: dict[str, float | None]) -> Hardware:

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from ..paged.cost_model import HARDWARE, MODEL_SHAPES, Hardware, ModelShape, model_shape
 from ..paged.replay import (
-    ReplayResult,
     Trace,
     TraceError,
     default_capacities,
     make_report,
+    make_tier_report,
     read_trace,
     replay_policies,
 )
 from ..paged.replay.program import POLICIES
-from .console import RUN_ERROR, USAGE_ERROR, err, give_up, progress_bar, quiet_interrupt
+from ..paged.replay.tier_report import HOST_FACTOR
+from .console import RUN_ERROR, USAGE_ERROR, give_up, progress_bar, quiet_interrupt
+from .cost_options import HARDWARE_HELP, MODEL_HELP, find_costs
 from .plot_files import PlotUnavailable, check_plot
 from .replay_plot import draw_plot
+from .replay_table import print_replay
 
-_TABLE_WIDTH = 110  # where stdout is no terminal and so has none
+CHUNK_SIZE = 512
+"""Prompt tokens computed in one step, as the engine does by default."""
 
 
 def replay(
@@ -48,16 +48,22 @@ def replay(
     block_size: Annotated[
         int, typer.Option(help="Tokens per block, for a log with tokens.", min=1)
     ] = 16,
-    model: Annotated[
-        str,
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "llama-3.1-8b",
+    hardware: Annotated[str, typer.Option(help=HARDWARE_HELP)] = "h100",
+    devices: Annotated[
+        int, typer.Option("--devices", "--tp", help="Devices that share the model.", min=1)
+    ] = 1,
+    host_blocks: Annotated[
+        int | None,
         typer.Option(
-            "--model-shape",
-            help=f"Whose FLOPs to count: {', '.join(MODEL_SHAPES)}, or a config.json.",
+            help=f"Blocks in host memory, 0 for none; default: {HOST_FACTOR} times the capacity.",
+            min=0,
         ),
-    ] = "llama-3.1-8b",
-    machine: Annotated[
-        str, typer.Option("--hardware", help=f"Whose seconds to predict: {', '.join(HARDWARE)}.")
-    ] = "h100",
+    ] = None,
+    disk_blocks: Annotated[
+        int | None,
+        typer.Option(help="Blocks on disk, 0 for none; default: all there are.", min=0),
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw the figures over capacity into this file.")
     ] = None,
@@ -69,45 +75,42 @@ def replay(
     policies = list(dict.fromkeys(policy or POLICIES))
     if unknown := [name for name in policies if name not in POLICIES]:
         give_up(f"--policy: {unknown[0]!r} is none of {', '.join(POLICIES)}", USAGE_ERROR)
-    shape, hardware = _shape(model), _hardware(machine)
     _check_outputs(plot, json_file)
     log = _read(trace, block_size)
+    costs = find_costs(model, hardware, num_devices=devices, chunk_size=CHUNK_SIZE)
     capacities = sorted(set(capacity or default_capacities(log)))
     with quiet_interrupt(), progress_bar() as progress:
-        hits = replay_policies(log, policies, capacities, shape=shape, progress=progress)
+        hits = replay_policies(log, policies, capacities, shape=costs.shape, progress=progress)
         progress(0, 0, "optimum")
-        results = make_report(log, hits, shape=shape, hardware=hardware)
-    _print_table(log, results, title=f"{trace.name}, {model} on {machine}")
+        results = make_report(log, hits, costs)
+        progress(0, 0, "lower tiers")
+        below = make_tier_report(log, hits, costs, host_blocks=host_blocks, disk_blocks=disk_blocks)
+    name = Path(model).name
+    title = f"{trace.name}, {name} on {devices} × {costs.hardware.name}"
+    print_replay(log, results, below, title=title)
     about = {
         "trace": trace.name,
         "num_requests": log.num_requests,
         "num_blocks": int(log.num_blocks.sum()),
         "num_distinct_blocks": log.num_symbols,
         "tokens_per_block": log.tokens_per_block,
-        "model_shape": {"name": model, **asdict(shape)},
-        "hardware": {"name": machine, **asdict(hardware)},
+        "model": {"name": model, **asdict(costs.shape)},
+        "hardware": asdict(costs.hardware),
+        "num_devices": devices,
+        "chunk_size": CHUNK_SIZE,
     }
     try:
         if json_file is not None:
-            figures = {**about, "results": [asdict(result) for result in results]}
+            figures = {
+                **about,
+                "results": [asdict(result) for result in results],
+                "tiers": [asdict(result) for result in below],
+            }
             json_file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
         if plot is not None:
-            draw_plot(results, plot, title=f"{trace.name}, {model}")
+            draw_plot(results, plot, title=f"{trace.name}, {name}")
     except OSError as error:
         give_up(f"cannot write {error.filename}: {error.strerror or error}", RUN_ERROR)
-
-
-def _shape(name: str) -> ModelShape:
-    try:
-        return model_shape(name)
-    except ValueError as error:
-        give_up(f"--model-shape: {error}", USAGE_ERROR)
-
-
-def _hardware(name: str) -> Hardware:
-    if name not in HARDWARE:
-        give_up(f"--hardware: {name!r} is none of {', '.join(HARDWARE)}", USAGE_ERROR)
-    return HARDWARE[name]
 
 
 def _check_outputs(plot: Path | None, json_file: Path | None) -> None:
@@ -130,44 +133,3 @@ def _read(path: Path, block_size: int) -> Trace:
         give_up(str(error), RUN_ERROR)
     except OSError as error:
         give_up(f"cannot read {path}: {error.strerror or error}", RUN_ERROR)
-
-
-def _print_table(trace: Trace, results: Sequence[ReplayResult], *, title: str) -> None:
-    table = Table(title=title, title_justify="left")
-    for name in ("capacity", "policy"):
-        table.add_column(name, justify="right" if name == "capacity" else "left", no_wrap=True)
-    for name in ("hit ratio", "recomputed tokens", "PFLOP", "prefill s", "saved FLOPs"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("of the gap", justify="right", no_wrap=True)
-    previous = results[0].capacity
-    for result in results:
-        if result.capacity != previous:
-            table.add_section()
-        previous = result.capacity
-        table.add_row(
-            "∞" if result.capacity is None else f"{result.capacity:,}",
-            result.policy,
-            f"{result.hit_ratio:.3f}",
-            f"{result.recomputed_tokens:,}",
-            _number(result.recomputed_flops / 1e15),
-            _number(result.prefill_seconds),
-            f"{result.saved_flops_share:.3f}",
-            "–" if result.gap_closed is None else f"{result.gap_closed:.2f}",
-        )
-    out = Console(highlight=False)
-    if not out.is_terminal:
-        out = Console(highlight=False, width=max(out.width, _TABLE_WIDTH))
-    out.print(table)
-    out.print(
-        f"{trace.num_requests:,} requests, {len(trace.symbols):,} blocks of "
-        f"{trace.tokens_per_block} tokens looked up, {trace.num_symbols:,} distinct; gap: saved "
-        "FLOPs from lru (0) to optimum (1)",
-        soft_wrap=True,
-    )
-    if refused := {r.capacity: r.num_refused for r in results if r.num_refused}:
-        sizes = ", ".join(f"{count:,} at {size:,}" for size, count in refused.items() if size)
-        err.print(f"requests larger than the cache, computed in full: {sizes}", soft_wrap=True)
-
-
-def _number(value: float) -> str:
-    return f"{value:,.1f}" if value >= 100 else f"{value:.3g}"

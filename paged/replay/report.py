@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..cost_model import Hardware, ModelShape, prefill_flops, prefill_seconds
+from ..cost_model import CostModel, ModelShape, prefill_flops
 from .optimum import optimum_hits, unlimited_hits
 from .trace import Trace
 
@@ -52,17 +52,14 @@ class ReplayResult:
 def make_report(
     trace: Trace,
     hits: Mapping[tuple[str, int], np.ndarray],
-    *,
-    shape: ModelShape,
-    hardware: Hardware,
+    costs: CostModel,
 ) -> list[ReplayResult]:
     """Figures of policies next to those of the optimum and of an unlimited cache.
 
     Args:
         trace: the requests.
         hits: `int32[R]` blocks that each request found, by policy and capacity.
-        shape: the model whose prefill is predicted.
-        hardware: the machine that it is predicted for.
+        costs: whose FLOPs to count, and whose seconds to predict.
 
     Returns:
         For each capacity, from the smallest, the policies in the order given and then the
@@ -72,13 +69,13 @@ def make_report(
     for capacity in sorted({capacity for _, capacity in hits}):
         given = {policy: found for (policy, size), found in hits.items() if size == capacity}
         columns = {**given, OPTIMUM: optimum_hits(trace, capacity)}
-        saved = {policy: _saved_share(trace, columns[policy], shape) for policy in columns}
+        saved = {policy: _saved_share(trace, columns[policy], costs.shape) for policy in columns}
         gap = saved[OPTIMUM] - saved[LRU] if LRU in saved else 0.0
         for policy, found in columns.items():
             closed = (saved[policy] - saved[LRU]) / gap if gap else None
-            results.append(_result(trace, policy, capacity, found, shape, hardware, closed))
+            results.append(_result(trace, policy, capacity, found, costs, closed))
     unlimited = unlimited_hits(trace)
-    results.append(_result(trace, UNLIMITED, None, unlimited, shape, hardware, None))
+    results.append(_result(trace, UNLIMITED, None, unlimited, costs, None))
     return results
 
 
@@ -98,8 +95,7 @@ def _result(
     policy: str,
     capacity: int | None,
     hits: np.ndarray,
-    shape: ModelShape,
-    hardware: Hardware,
+    costs: CostModel,
     gap_closed: float | None,
 ) -> ReplayResult:
     start, stop = _span(trace, hits)
@@ -113,9 +109,9 @@ def _result(
         num_hit_blocks=int(np.sum(hits)),
         hit_ratio=float(np.sum(hits) / max(np.sum(num_blocks), 1)),
         recomputed_tokens=int(np.sum(stop - start)),
-        recomputed_flops=float(np.sum(prefill_flops(shape, start, stop))),
-        saved_flops_share=_saved_share(trace, hits, shape),
-        prefill_seconds=float(np.sum(prefill_seconds(shape, hardware, start, stop))),
+        recomputed_flops=float(np.sum(prefill_flops(costs.shape, start, stop))),
+        saved_flops_share=_saved_share(trace, hits, costs.shape),
+        prefill_seconds=float(np.sum(costs.seconds_to_recompute(start, stop))),
         gap_closed=gap_closed,
     )
 

@@ -115,8 +115,6 @@ class DiskTier:
                     os.utime(path)
                 with self._lock:
                     self._hits += 1
-                    if key in self._files:
-                        self._files.move_to_end(key)
                 return True
             except FileNotFoundError:  # another process has evicted it
                 self._forget(key)

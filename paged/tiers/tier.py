@@ -54,7 +54,10 @@ class Tier(Protocol):
         ...
 
     def read(self, key: bytes, tokens: np.ndarray, out: np.ndarray) -> bool:
-        """Fill `out: uint8[block_bytes]` and say so; after False it may hold anything."""
+        """Fill `out: uint8[block_bytes]` and say so; after False it may hold anything.
+
+        It is no use: `touch` says so of a whole sequence, in the order in which blocks are to go.
+        """
         ...
 
     def touch(self, keys: Sequence[bytes]) -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from octavo.paged.cost_model import HARDWARE, MODEL_SHAPES, prefill_flops, prefill_seconds
+from octavo.paged.cost_model import HARDWARE, MODEL_SHAPES, CostModel, prefill_flops
 from octavo.paged.replay import (
     default_capacities,
     make_report,
@@ -13,12 +13,13 @@ from octavo.paged.replay import (
 
 from .replay_model import conversations, lru_hits, make_trace, most_hits
 
-SHAPE, MACHINE = MODEL_SHAPES["llama-3.1-70b"], HARDWARE["h100"]
+SHAPE = MODEL_SHAPES["llama-3.1-70b"]
+COSTS = CostModel(SHAPE, HARDWARE["h100"])
 
 
 def report(trace, hits):
     """The results by policy and capacity, in order."""
-    results = make_report(trace, hits, shape=SHAPE, hardware=MACHINE)
+    results = make_report(trace, hits, COSTS)
     return {(result.policy, result.capacity): result for result in results}
 
 
@@ -79,7 +80,7 @@ def test_the_figures_are_those_worked_out_by_hand():
     spans = [(0, 8), (4, 8), (7, 8), (0, 4)]  # the last token is always computed
     whole = sum(prefill_flops(SHAPE, 0, stop) for _, stop in spans)
     flops = sum(prefill_flops(SHAPE, *span) for span in spans)
-    seconds = sum(prefill_seconds(SHAPE, MACHINE, *span) for span in spans)
+    seconds = sum(COSTS.seconds_to_recompute(*span) for span in spans)
     assert (result.num_requests, result.num_refused, result.num_hit_blocks) == (4, 0, 3)
     assert result.hit_ratio == pytest.approx(3 / 7)
     assert result.recomputed_tokens == 8 + 4 + 1 + 4

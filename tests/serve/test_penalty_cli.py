@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from octavo.paged.cost_model import HARDWARE, MODEL_SHAPES, Hardware
-from octavo.serve import penalty_cli
+from octavo.serve import cost_options
 from octavo.serve.cli import app
 
 LONG = ["--model", "llama-3.1-70b", "--prefix", "131072", "--hardware", "h200"]
@@ -129,7 +129,7 @@ def test_this_machine_is_measured_in_the_dtype_that_it_serves_in(tmp_path, monke
             peak_link_bytes=5e9,
         )
 
-    monkeypatch.setattr(penalty_cli, "calibrate", calibrate)
+    monkeypatch.setattr(cost_options, "calibrate", calibrate)
     options = ["--model", "smollm2-135m", "--prefix", "1000", "--hardware", "this"]
     code, text, _ = run(*options, "--disk-folder", tmp_path, "--chunk-size", "64")
     assert code == 0 and "this machine" in text
@@ -138,7 +138,7 @@ def test_this_machine_is_measured_in_the_dtype_that_it_serves_in(tmp_path, monke
     def fail(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(penalty_cli, "calibrate", fail)
+    monkeypatch.setattr(cost_options, "calibrate", fail)
     code, text, error = run(*options)
     assert (code, text) == (1, "") and "No space left" in error
 

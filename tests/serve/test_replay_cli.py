@@ -20,6 +20,12 @@ def run(*arguments, columns="200"):
     return result.exit_code, result.stdout, result.stderr
 
 
+def rows(text):
+    """The cells of each line of a table's body."""
+    cells = ([cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines())
+    return [row for row in cells if row]
+
+
 @pytest.fixture
 def trace(tmp_path):
     path = tmp_path / "log.jsonl"
@@ -34,7 +40,7 @@ def replayed(tmp_path_factory):
     trace = folder / "log.jsonl"
     trace.write_text("".join(json.dumps(line) + "\n" for line in LINES))
     options = ["--policy", "lru", "--policy", "cost", "--capacity", "7", "--capacity", "4"]
-    options += ["--block-size", "4", "--model-shape", "smollm2-135m"]
+    options += ["--block-size", "4", "--model", "smollm2-135m"]
     code, text, error = run(
         trace, *options, "--plot", folder / "plot.png", "--json", folder / "figures.json"
     )
@@ -44,8 +50,7 @@ def replayed(tmp_path_factory):
 
 def test_the_table_has_a_row_for_every_policy_capacity_and_bound(replayed):
     text, _, _ = replayed
-    rows = [[cell.strip() for cell in line.split("│")] for line in text.splitlines()]
-    names = [(row[1], row[2]) for row in rows if len(row) > 2]
+    names = [(row[0], row[1]) for row in rows(text.partition("with tiers")[0])]
     policies = ("lru", "cost", "optimum")
     assert names == [
         *(("4", p) for p in policies),
@@ -66,13 +71,39 @@ def test_the_figures_in_the_file_say_what_they_are_of(replayed):
     assert figures["trace"] == "log.jsonl"
     assert figures["num_requests"] == len(LINES)
     assert figures["tokens_per_block"] == 4
-    assert figures["model_shape"]["num_layers"] == 30
-    assert figures["hardware"]["name"] == "h100"
+    assert figures["model"]["num_layers"] == 30
+    assert (figures["hardware"]["name"], figures["num_devices"]) == ("h100", 1)
     results = {(r["policy"], r["capacity"]): r for r in figures["results"]}
     assert len(results) == 7
     best, unlimited = results["optimum", 7], results["unlimited", None]
     assert 0 <= results["lru", 7]["hit_ratio"] <= best["hit_ratio"] <= unlimited["hit_ratio"] < 1
     assert best["gap_closed"] in (1, None)
+
+
+def test_tiers_below_add_hits_and_save_seconds(tmp_path):
+    log, figures = tmp_path / "log.jsonl", tmp_path / "figures.json"
+    ids = [[u, 10 + u, 20 + u, 30 + u] for u in (0, 1, 2, 0, 3, 4, 1, 0)]  # four blocks a user
+    lines = ({"input_length": 2000, "hash_ids": own} for own in ids)
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ["--policy", "lru", "--capacity", "4", "--host-blocks", "9", "--json", figures]
+    code, text, error = run(log, *options)
+    assert code == 0, error
+    results = json.loads(figures.read_text())["tiers"]
+    assert [result["tiers"] for result in results] == [{}, {"host": 9}, {"host": 9, "disk": None}]
+    # Three times a user comes again. The first time host memory still has three of the blocks (the
+    # fourth is not full, and never there), later only the disk.
+    assert [result["hit_ratio"] for result in results] == [0, 3 / 32, 9 / 32]
+    saved = [result["saved_seconds"] for result in results]
+    assert saved[0] == 0 < saved[1] < saved[2]
+    ((capacity, policy, host, disk, *values),) = rows(text.partition("with tiers")[2])
+    assert (capacity, policy, host, disk) == ("4", "lru", "9", "∞")
+    assert values[:3] == ["0.000", "0.094", "0.281"]
+    assert [float(value) for value in values[3:]] == pytest.approx(saved, rel=0.01)
+    # Without one, and without both.
+    _, text, _ = run(log, *options, "--disk-blocks", "0")
+    assert "+ host" in text and "disk" not in text
+    _, text, _ = run(log, *options, "--disk-blocks", "0", "--host-blocks", "0")
+    assert "with tiers" not in text
 
 
 def test_the_plot_is_a_picture(replayed):
@@ -91,8 +122,11 @@ def test_the_plot_is_a_picture(replayed):
         (["{trace}", "--capacity", "0"], 2, "--capacity"),
         (["{trace}", "--capacity", "many"], 2, "--capacity"),
         (["{trace}", "--block-size", "0"], 2, "--block-size"),
-        (["{trace}", "--model-shape", "gpt-9"], 2, "gpt-9"),
+        (["{trace}", "--model", "gpt-9"], 2, "gpt-9"),
         (["{trace}", "--hardware", "abacus"], 2, "abacus"),
+        (["{trace}", "--devices", "5"], 2, "num_devices=5"),
+        (["{trace}", "--host-blocks", "-1"], 2, "--host-blocks"),
+        (["{trace}", "--disk-blocks", "few"], 2, "--disk-blocks"),
         (["{trace}", "--plot", "{dir}/plot.xyz"], 2, "must end in one of"),
         (["{trace}", "--plot", "{dir}/none/plot.png"], 2, "there is no"),
         (["{trace}", "--json", "{dir}"], 2, "is a directory"),

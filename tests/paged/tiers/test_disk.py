@@ -103,7 +103,8 @@ def test_what_comes_faster_than_the_disk_is_dropped_and_counted(new_tier, monkey
 def test_the_budget_holds_for_what_is_written_and_for_what_is_found(new_tier, tmp_path):
     tier = new_tier(3)
     put(tier, 1, 2, 3)
-    assert has(tier, 1)  # a use
+    tier.touch([key(1)])
+    assert has(tier, 2)  # no use
     put(tier, 4)
     assert held(tier, 1, 2, 3, 4) == [1, 3, 4]
     tier.touch([key(1), key(4), key(3)])
