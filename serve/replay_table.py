@@ -38,7 +38,7 @@ def print_replay(
         out.print(_tiers(tiers))
         out.print(
             "hits: of the blocks looked up; saved: predicted seconds less than without any cache. "
-            "A block below the device that is sooner computed than restored is computed, no hit",
+            "What is below the device and yet sooner computed than restored is no hit",
             soft_wrap=True,
         )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..cost_model import CostModel
-from .lower_tiers import Runs, tier_runs
+from .lower_tiers import replay_below
 from .trace import Trace
 
 HOST_FACTOR = 4
@@ -19,9 +19,8 @@ HOST_FACTOR = 4
 class TierResult:
     """What one policy on the device and some tiers below it would have made of a trace.
 
-    A request gets back as many of the blocks below, from the first on, as make it sooner done by
-    prediction: all, none, or those before the blocks of a slower tier. What it does not get back
-    it computes.
+    A request gets back those of the blocks below that `plan_restore` says, as in the engine, if
+    that makes it sooner done by prediction. What it does not get back it computes.
 
     Attributes:
         policy: the device's.
@@ -89,64 +88,16 @@ def _result(
     costs: CostModel,
 ) -> TierResult:
     stop = trace.num_tokens.astype(np.float64)
-    none = np.zeros_like(stop)
-    runs = tier_runs(trace, hits, capacity, tuple(tiers.values()), chunk_size=costs.chunk_size)
-    seconds, chosen = restore_or_compute(trace, hits, runs, tuple(tiers), costs)
-
-    def blocks(counted: np.ndarray) -> dict[str, int]:
-        return {
-            name: int(runs.num_blocks[counted & (runs.level == level)].sum())
-            for level, name in enumerate(tiers)
-        }
-
-    restored = blocks(chosen)
+    uncached = costs.seconds_to_recompute(np.zeros_like(stop), stop)
+    below = replay_below(trace, hits, capacity, tiers, costs)
+    num_hits = hits.sum() + below.num_restored.total()
     return TierResult(
         policy=policy,
         capacity=capacity,
         tiers=tiers,
-        num_found_blocks=blocks(np.ones_like(chosen)),
-        num_restored_blocks=restored,
-        hit_ratio=float((hits.sum() + sum(restored.values())) / max(trace.num_blocks.sum(), 1)),
-        prefill_seconds=float(seconds.sum()),
-        saved_seconds=float((costs.seconds_to_recompute(none, stop) - seconds).sum()),
+        num_found_blocks={name: below.num_found[name] for name in tiers},
+        num_restored_blocks={name: below.num_restored[name] for name in tiers},
+        hit_ratio=float(num_hits / max(trace.num_blocks.sum(), 1)),
+        prefill_seconds=float(below.seconds.sum()),
+        saved_seconds=float((uncached - below.seconds).sum()),
     )
-
-
-def restore_or_compute(
-    trace: Trace, hits: np.ndarray, runs: Runs, tiers: tuple[str, ...], costs: CostModel
-) -> tuple[np.ndarray, np.ndarray]:
-    """The sooner of the two for every request.
-
-    A run is got back whole or not at all: its blocks cost the same each, and the further in a
-    prompt, the more they cost to compute.
-
-    Args:
-        trace: the requests.
-        hits: `int32[R]` blocks that each found on the device.
-        runs: what the tiers have after these, N runs.
-        tiers: their names, by level.
-        costs: whose seconds to predict.
-
-    Returns:
-        `float64[R]` seconds of each request, and `bool[N]` the runs that are got back.
-    """
-    stop, size = trace.num_tokens.astype(np.float64), float(trace.tokens_per_block)
-    start = np.minimum(hits * size, stop - 1)  # the last token is always computed
-    best = np.asarray(costs.seconds_to_recompute(start, stop), np.float64).copy()
-    rates = np.array([costs.seconds_to_restore(name, 1.0) for name in tiers], np.float64)
-    restore = _sums(runs, runs.num_blocks * size * rates[runs.level])
-    end = start[runs.request] + _sums(runs, runs.num_blocks * size)
-    seconds = restore + costs.seconds_to_recompute(end, stop[runs.request])
-    np.minimum.at(best, runs.request, seconds)
-    until = start.copy()  # where restoring ends
-    wins = seconds == best[runs.request]
-    np.maximum.at(until, runs.request[wins], end[wins])
-    return best, end <= until[runs.request]
-
-
-def _sums(runs: Runs, values: np.ndarray) -> np.ndarray:
-    """Of `values: float64[N]`, those of a request's runs up to each of them."""
-    sums = values.tolist()
-    for i in np.flatnonzero(np.diff(runs.request) == 0).tolist():
-        sums[i + 1] += sums[i]
-    return np.array(sums, np.float64)

@@ -8,18 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from octavo.paged.cost_model import HARDWARE, MODEL_SHAPES, CostModel
+from octavo.paged.cost_model import HARDWARE, MODEL_SHAPES, CostModel, plan_restore
 from octavo.paged.replay import make_report, make_tier_report, unlimited_hits
-from octavo.paged.replay.lower_tiers import Runs, SimulatedTiers, tier_runs
-from octavo.paged.replay.tier_report import restore_or_compute
+from octavo.paged.replay.lower_tiers import SimulatedTiers, replay_below
 from octavo.paged.tiers import DiskTier, HostTier, TierStack
 from octavo.paged.tiers.block_file import file_bytes
 
 from .replay_model import conversations, lru_hits, make_trace
 from .tiers.blocks import BLOCK_BYTES, BLOCK_SIZE, SIZES, key, payload, tokens
 
-COSTS = CostModel(MODEL_SHAPES["llama-3.1-70b"], HARDWARE["h100"], chunk_size=8)
-# Where every stretch is sooner computed than read from disk.
+COSTS = CostModel(MODEL_SHAPES["llama-3.1-70b"], HARDWARE["h100"])
+# Where every stretch is sooner read from disk than computed, and the other way round.
+FAST_DISK = replace(COSTS, hardware=replace(COSTS.hardware, peak_disk_read_bytes=1e12))
 SLOW_DISK = replace(COSTS, hardware=replace(COSTS.hardware, peak_disk_read_bytes=1e6))
 MANY = 10_000
 
@@ -40,19 +40,17 @@ class RealTiers:
         tiers = [HostTier(budget_bytes=host * BLOCK_BYTES, **SIZES)] if host else []
         tiers += [PatientDisk(folder, budget_bytes=budget, **SIZES)] if disk else []
         self.stack = TierStack(tiers, BLOCK_BYTES)
-        self._names = [tier.name for tier in tiers]
 
-    def num_held(self, blocks: list[int]) -> int:
-        return self.stack.num_held([key(block) for block in blocks])
+    def nearest(self, blocks: list[int]) -> list[str]:
+        return self.stack.nearest([key(block) for block in blocks])
 
     def touch(self, blocks: list[int]) -> None:
         self.stack.touch([key(block) for block in blocks])
 
-    def load(self, blocks: list[int]) -> list[int]:
+    def load(self, blocks: list[int]) -> None:
         out = np.zeros((len(blocks), BLOCK_BYTES), np.uint8)
         asked = np.stack([tokens(block) for block in blocks])
-        sources = self.stack.load([key(block) for block in blocks], asked, out)
-        return [self._names.index(name) for name in sources]
+        assert len(self.stack.load([key(block) for block in blocks], asked, out)) == len(blocks)
 
     def save(self, blocks: list[int]) -> None:
         missing = [block for block in blocks if self.stack.is_missing(key(block))]
@@ -80,87 +78,91 @@ def test_the_simulated_tiers_hold_what_the_real_ones_do(
     rng = np.random.default_rng(host * 100 + disk)
     real = RealTiers(tmp_path, host, disk)
     request.addfinalizer(real.stack.close)
-    simulated = SimulatedTiers([size for size in (host, disk) if size])
+    simulated = SimulatedTiers({k: v for k, v in (("host", host), ("disk", disk)) if v})
     paths = [list(range(8 * i, 8 * i + 8)) for i in range(5)]
     seen = set()
     for _ in range(150):
         path = paths[rng.integers(len(paths))]
         path = path[: rng.integers(1, 1 + len(path))]
         first = int(rng.integers(len(path)))
-        held = simulated.num_held(path[first:])
-        assert real.num_held(path[first:]) == held
+        found = simulated.nearest(path[first:])
+        assert real.nearest(path[first:]) == found
+        seen.update(found)
         if rng.random() < 0.7:
             for tiers in (real, simulated):
-                tiers.touch(path[: first + held])
-        if held and rng.random() < 0.7:
-            sources = simulated.load(path[first : first + held])
-            assert real.load(path[first : first + held]) == sources
-            seen.update(sources)
+                tiers.touch(path[: first + len(found)])
+        if found and rng.random() < 0.7:
+            start = first + int(rng.integers(len(found)))
+            for tiers in (real, simulated):
+                tiers.load(path[start : first + len(found)])
         if rng.random() < 0.7:
             for tiers in (real, simulated):
                 tiers.save(path[first:])
-        assert real.held(range(40)) == [list(tier) for tier in simulated.tiers]
-    assert seen == set(range(len(simulated.tiers)))
+        assert real.held(range(40)) == [list(tier) for tier in simulated.tiers.values()]
+    assert seen == set(simulated.tiers)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_with_an_unlimited_disk_all_is_found_that_was_ever_computed(seed: int):
     trace = conversations(seed)
-    for sizes in ([60, None], [None], [24, None]):
-        hits = lru_hits(trace, 24)
-        runs = tier_runs(trace, hits, 24, sizes, chunk_size=8)
-        found = hits + np.bincount(runs.request, runs.num_blocks, trace.num_requests)
-        # The last token is always computed, and with it the last block.
-        most = np.minimum(unlimited_hits(trace), (trace.num_tokens - 1) // 4)
-        np.testing.assert_array_equal(np.minimum(found, most), most)
-    assert tier_runs(trace, hits, 24, [], chunk_size=8).request.size == 0
+    hits = lru_hits(trace, 24)
+    # The last token is always computed, and with it the last block.
+    most = np.minimum(unlimited_hits(trace), (trace.num_tokens - 1) // 4)
+    missing = int(np.maximum(most - hits, 0).sum())
+    for sizes in ({"host": 60, "disk": None}, {"disk": None}, {"host": 24, "disk": None}):
+        below = replay_below(trace, hits, 24, sizes, COSTS)
+        assert below.num_found.total() == missing
+        assert set(below.num_found) == set(sizes)
+    assert not replay_below(trace, hits, 24, {}, COSTS).num_found
 
 
-def test_runs_are_those_worked_out_by_hand():
-    # 4 tokens a block. The device holds 3 blocks, host memory 3, the disk all.
-    a, b = ["a", 1, 2], ["b", 1, 2]
-    trace = make_trace(a, b, [*a, 3], a)
-    trace.num_tokens[3] = 13  # its third block is full, and one token goes past it
-    hits = np.array([0, 0, 0, 0], np.int32)
-    runs = tier_runs(trace, hits, 4, [3, None], chunk_size=4)
-    # Request 2: b has pushed a out of host memory. Bringing it back pushes out b; saving its
-    # fourth block then costs host memory the first of a, which came back the longest ago. Request
-    # 3 brings that one back, and what goes for it is the fourth.
-    assert list(zip(*(c.tolist() for c in vars(runs).values()), strict=True)) == [
-        (2, 1, 3),
-        (3, 1, 1),
-        (3, 0, 2),
+def test_what_is_found_and_saved_is_as_worked_out_by_hand():
+    a, b = [("a", i) for i in range(20)], [("b", i) for i in range(20)]
+    trace = make_trace(a, b, [*a, ("a", 20)], a, tokens_per_block=512)
+    trace.num_tokens[3] += 1  # its last block is full, and one token goes past it
+    nothing = np.zeros(4, np.int32)
+    below = replay_below(trace, nothing, 21, {"host": 20, "disk": None}, FAST_DISK)
+    # Request 2: b has pushed a out of host memory. Bringing it back pushes out b; its last block
+    # is saved in the place of a's first, which came back the longest ago. Request 3 brings that
+    # one back in the place of the last.
+    assert below.num_found == below.num_restored == {"disk": 20 + 1, "host": 19}
+    end = 20 * 512
+    computed = FAST_DISK.seconds_to_recompute(0, end)
+    plans = [
+        plan_restore(FAST_DISK, 0, 512, tiers)
+        for tiers in (["disk"] * 20, ["disk"] + ["host"] * 19)
     ]
-    # Too large for the device: refused, and it changes nothing below.
-    refused = tier_runs(trace, hits, 3, [3, None], chunk_size=4)
-    assert list(zip(*(c.tolist() for c in vars(refused).values()), strict=True)) == [(3, 1, 3)]
-
-
-def test_the_saved_seconds_are_those_worked_out_by_hand():
-    trace = make_trace(list(range(40)), list(range(40)), tokens_per_block=512)
-    hits = np.array([0, 5], np.int32)
-    runs = Runs(
-        request=np.array([1, 1, 1]), level=np.array([0, 1, 0]), num_blocks=np.array([4, 20, 10])
+    assert [plan.decision for plan in plans] == ["restore", "restore"]
+    assert below.seconds.tolist() == pytest.approx(
+        [
+            computed,
+            computed,
+            plans[0].restore_seconds + FAST_DISK.seconds_to_recompute(end, end + 512),
+            plans[1].restore_seconds + FAST_DISK.seconds_to_recompute(end, end + 1),
+        ]
     )
-    whole, rest = COSTS.seconds_to_recompute(0, 20480), COSTS.seconds_to_recompute(2560, 20480)
+    # What takes longer to restore is found and computed.
+    below = replay_below(trace, nothing, 21, {"disk": None}, SLOW_DISK)
+    assert below.num_found == {"disk": 40} and not below.num_restored
+    assert below.seconds.tolist() == COSTS.seconds_to_recompute(0.0, trace.num_tokens).tolist()
+    # Too large for the device: refused, and it changes nothing below.
+    below = replay_below(trace, nothing, 20, {"host": 20, "disk": None}, COSTS)
+    assert below.num_found == {"disk": 20}
 
-    def seconds(costs: CostModel, host: int, disk: int) -> float:
-        restored = 512 * (5 + host + disk)
-        moved = costs.seconds_to_restore("host", host * 512.0)
-        moved += costs.seconds_to_restore("disk", disk * 512.0)
-        return moved + costs.seconds_to_recompute(restored, 20480)
 
-    found, chosen = restore_or_compute(trace, hits, runs, ("host", "disk"), COSTS)
-    assert found.tolist() == pytest.approx([whole, seconds(COSTS, 14, 20)])
-    assert chosen.tolist() == [True, True, True] and found[1] < rest
-    # What lies beyond a stretch that is sooner computed is not got back either.
-    found, chosen = restore_or_compute(trace, hits, runs, ("host", "disk"), SLOW_DISK)
-    assert found.tolist() == pytest.approx([whole, seconds(SLOW_DISK, 4, 0)])
-    assert chosen.tolist() == [True, False, False]
-    # Nothing is got back if that is slower, and nothing is lost.
-    one = Runs(request=np.array([1]), level=np.array([0]), num_blocks=np.array([34]))
-    found, chosen = restore_or_compute(trace, hits, one, ("disk",), SLOW_DISK)
-    assert found.tolist() == pytest.approx([whole, rest]) and not chosen.any()
+def test_a_part_that_is_worth_it_is_restored():
+    path = list(range(200))
+    trace = make_trace(path, path, tokens_per_block=512)
+    hits = np.array([0, 2], np.int32)
+    # So that the deep end of a long prompt is sooner read than computed, and only that.
+    costs = replace(COSTS, hardware=replace(COSTS.hardware, peak_disk_read_bytes=9e8))
+    below = replay_below(trace, hits, 200, {"disk": None}, costs)
+    plan = plan_restore(costs, 1024, 512, ["disk"] * 197)
+    assert plan.decision == "split" and 0 < plan.start < plan.stop == 197
+    assert below.num_found == {"disk": 197}
+    assert below.num_restored == {"disk": plan.stop - plan.start}
+    rest = costs.seconds_to_recompute(199 * 512, 200 * 512)
+    assert below.seconds[1] == pytest.approx(plan.seconds + rest)
 
 
 @pytest.mark.parametrize("costs", [COSTS, SLOW_DISK], ids=["usual", "slow disk"])
@@ -188,7 +190,7 @@ def test_no_tier_ever_costs_anything_and_what_is_computed_is_no_hit(costs: CostM
         if costs is SLOW_DISK:
             assert disk.num_restored_blocks["disk"] == 0
         else:
-            assert disk.num_restored_blocks == disk.num_found_blocks
+            assert host.num_restored_blocks == host.num_found_blocks
             assert disk.hit_ratio > host.hit_ratio
 
 

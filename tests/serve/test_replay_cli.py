@@ -91,13 +91,17 @@ def test_tiers_below_add_hits_and_save_seconds(tmp_path):
     results = json.loads(figures.read_text())["tiers"]
     assert [result["tiers"] for result in results] == [{}, {"host": 9}, {"host": 9, "disk": None}]
     # Three times a user comes again. The first time host memory still has three of the blocks (the
-    # fourth is not full, and never there), later only the disk.
-    assert [result["hit_ratio"] for result in results] == [0, 3 / 32, 9 / 32]
+    # fourth is not full, and never there), later only the disk, from where a part is restored.
+    found = [result["num_found_blocks"] for result in results]
+    assert found == [{}, {"host": 3}, {"host": 3, "disk": 6}]
+    hits = [result["hit_ratio"] for result in results]
+    assert hits[:2] == [0, 3 / 32]
+    assert hits[2] == (3 + results[2]["num_restored_blocks"]["disk"]) / 32 > hits[1]
     saved = [result["saved_seconds"] for result in results]
     assert saved[0] == 0 < saved[1] < saved[2]
     ((capacity, policy, host, disk, *values),) = rows(text.partition("with tiers")[2])
     assert (capacity, policy, host, disk) == ("4", "lru", "9", "∞")
-    assert values[:3] == ["0.000", "0.094", "0.281"]
+    assert values[:3] == [f"{ratio:.3f}" for ratio in hits]
     assert [float(value) for value in values[3:]] == pytest.approx(saved, rel=0.01)
     # Without one, and without both.
     _, text, _ = run(log, *options, "--disk-blocks", "0")
