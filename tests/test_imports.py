@@ -30,6 +30,8 @@ EXTRAS = {
     "tests": {"", "test"},
     "benchmarks": {"", "test", "notebooks"},
 }
+# What arrays only may import all the same, when it is asked for.
+WHEN_ASKED = {"paged": "remote"}
 # What a declared distribution is a layer over, and pins: fastapi, pydantic, jax.
 UNDECLARED = {"starlette", "pydantic_core", "ml_dtypes"}
 
@@ -94,7 +96,8 @@ def dependency_violations(root: Path) -> list[str]:
                     continue
                 providers = {normalised(name) for name in distributions.get(module, [module])}
                 if folder not in EXTRAS:
-                    allowed = module in ARRAYS_ONLY
+                    asked = requirements(WHEN_ASKED[folder]) if folder in WHEN_ASKED else set()
+                    allowed = module in ARRAYS_ONLY or bool(providers & asked)
                 else:
                     allowed = bool(providers & declared) or module in UNDECLARED
                     # Reference data and comparisons come from other libraries; nothing else does.
@@ -159,6 +162,7 @@ def test_the_sources_were_found():
         (layer_violations, "serve/a.py", "from ... import x", "outside of the four"),
         (dependency_violations, "pallas_kernels/a.py", "import flax", "may not import flax"),
         (dependency_violations, "paged/a.py", "from chex import x", "may not import chex"),
+        (dependency_violations, "pallas_kernels/a.py", "import redis", "may not import redis"),
         (dependency_violations, "models/a.py", "import fastapi", "may not import fastapi"),
         (dependency_violations, "serve/a.py", "def f():\n    import pytest", "import pytest"),
         (dependency_violations, "tests/a.py", "import ipykernel", "may not import ipykernel"),
@@ -252,7 +256,7 @@ def test_the_library_import_alone_needs_only_jax_flax_and_numpy(tmp_path):
     modules = {m for m, names in by_module.items() if {normalised(n) for n in names} & extras}
     # flax itself depends on these, whatever octavo's extras name too
     modules = sorted(modules - {"rich", "optax"})
-    assert {"safetensors", "fastapi", "typer"} <= set(modules)
+    assert {"safetensors", "fastapi", "typer", "redis"} <= set(modules)
     run_python(
         f"""
         import sys

@@ -21,9 +21,10 @@ from pathlib import Path
 
 import numpy as np
 
-from .block_file import SCRAP_SUFFIX, SUFFIX, BadBlock, file_bytes, read_block, write_block
+from .block_file import SCRAP_SUFFIX, SUFFIX, read_block, write_block
+from .block_format import BadBlock, num_bytes
 from .keys import KEY_BYTES
-from .tier import TierStats
+from .tier import TierStats, read_run
 from .write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class DiskTier:
         block_size: int,
         queue_bytes: int = _QUEUE_BYTES,
     ):
-        self._file_bytes = file_bytes(block_size, block_bytes)
+        self._file_bytes = num_bytes(block_size, block_bytes)
         if budget_bytes < self._file_bytes:
             raise ValueError(f"{budget_bytes=} holds no block of {block_bytes=}: give it more")
         self._folder = Path(folder).expanduser()
@@ -99,8 +100,14 @@ class DiskTier:
             with self._lock:
                 self._drops += 1
 
-    def read(self, key: bytes, tokens: np.ndarray, out: np.ndarray) -> bool:
+    def look_up(self, keys: Sequence[bytes]) -> None:
+        """See `Tier`: its own account is all it goes by."""
+
+    def read(self, keys: Sequence[bytes], tokens: np.ndarray, out: np.ndarray) -> int:
         """See `Tier`."""
+        return read_run(self._read, keys, tokens, out)
+
+    def _read(self, key: bytes, tokens: np.ndarray, out: np.ndarray) -> bool:
         path = self._path(key)
         waiting = self._writer.get(key)
         if waiting is not None and np.array_equal(waiting[0], tokens):

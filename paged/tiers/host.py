@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .tier import TierStats
+from .tier import TierStats, read_run
 
 
 class HostTier:
@@ -61,8 +61,14 @@ class HostTier:
         self._evictions += 1
         return self._slots.popitem(last=False)[1]
 
-    def read(self, key: bytes, tokens: np.ndarray, out: np.ndarray) -> bool:
+    def look_up(self, keys: Sequence[bytes]) -> None:
+        """See `Tier`: it always knows."""
+
+    def read(self, keys: Sequence[bytes], tokens: np.ndarray, out: np.ndarray) -> int:
         """See `Tier`."""
+        return read_run(self._read, keys, tokens, out)
+
+    def _read(self, key: bytes, tokens: np.ndarray, out: np.ndarray) -> bool:
         with self._lock:
             slot = self._slots.get(key)
             found = slot is not None and np.array_equal(self._tokens[slot], tokens)

@@ -78,8 +78,12 @@ class TierStack:
         return names
 
     def _num_stored(self, keys: Sequence[bytes]) -> int:
-        stored = (any(key in tier for tier in self.tiers) for key in keys)
-        return next((i for i, there in enumerate(stored) if not there), len(keys))
+        left = keys  # those that no tier so far has
+        for tier in self.tiers:
+            if left:
+                tier.look_up(left)
+                left = [key for key in left if key not in tier]
+        return keys.index(left[0]) if left else len(keys)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note that these blocks, a sequence's first ones, were used."""
@@ -114,17 +118,31 @@ class TierStack:
             tokens: `int32[n, B]`.
             out: `uint8[n, block_bytes]`, filled as far as blocks were read.
         """
-        sources = []
-        for i, key in enumerate(keys):
-            for level, tier in enumerate(self.tiers):
-                if key in tier and tier.read(key, tokens[i], out[i]):
-                    for above in self.tiers[:level]:
-                        above.put(key, tokens[i], out[i])
-                    sources.append(tier.name)
-                    break
-            else:
+        sources: list[str] = []
+        while len(sources) < len(keys):
+            at = len(sources)
+            run = self._load_run(keys[at:], tokens[at:], out[at:])
+            if not run:
                 break
+            sources += run
         return sources
+
+    def _load_run(self, keys: Sequence[bytes], tokens: np.ndarray, out: np.ndarray) -> list[str]:
+        """Read as many blocks from the first as one tier has and no faster one."""
+        for level, tier in enumerate(self.tiers):
+            faster = self.tiers[:level]
+            run = []
+            for key in keys:
+                if key not in tier or any(key in other for other in faster):
+                    break
+                run.append(key)
+            count = tier.read(run, tokens, out) if run else 0
+            for i in range(count):
+                for other in faster:
+                    other.put(keys[i], tokens[i], out[i])
+            if count:
+                return [tier.name] * count
+        return []
 
     def flush(self) -> None:
         """Wait until everything that was saved is stored."""

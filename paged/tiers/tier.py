@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,8 +14,8 @@ class TierStats:
     """A tier in numbers.
 
     Attributes:
-        num_blocks, num_bytes: what it holds now.
-        budget_bytes: what it may hold.
+        num_blocks, num_bytes: what it holds now, as far as is known here.
+        budget_bytes: what it may hold; 0 where that is not decided here.
         hits: blocks read.
         misses: blocks that were asked for, and were not there or not right.
         evictions: blocks that made room for others.
@@ -46,17 +46,29 @@ class Tier(Protocol):
         ...
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether a block is there, or about to be; nothing is counted."""
+        """Whether a block is there, or about to be, as far as is known here; nothing is counted."""
+        ...
+
+    def look_up(self, keys: Sequence[bytes]) -> None:
+        """Learn which of a sequence's blocks, from its first until one is missing, are there.
+
+        It may ask somebody else, and then for a fraction of a second at most.
+        """
         ...
 
     def put(self, key: bytes, tokens: np.ndarray, payload: np.ndarray) -> None:
         """Take a copy of a block's `payload: uint8[block_bytes]`, now or soon."""
         ...
 
-    def read(self, key: bytes, tokens: np.ndarray, out: np.ndarray) -> bool:
-        """Fill `out: uint8[block_bytes]` and say so; after False it may hold anything.
+    def read(self, keys: Sequence[bytes], tokens: np.ndarray, out: np.ndarray) -> int:
+        """Read a sequence's blocks until one is missing; returns how many were read.
 
         It is no use: `touch` says so of a whole sequence, in the order in which blocks are to go.
+
+        Args:
+            keys: n of them.
+            tokens: `int32[n, B]`.
+            out: `uint8[n, block_bytes]`; after what was read it may hold anything.
         """
         ...
 
@@ -79,3 +91,16 @@ class Tier(Protocol):
     def stats(self) -> TierStats:
         """Where it stands."""
         ...
+
+
+def read_run(
+    read_fn: Callable[[bytes, np.ndarray, np.ndarray], bool],
+    keys: Sequence[bytes],
+    tokens: np.ndarray,
+    out: np.ndarray,
+) -> int:
+    """`Tier.read` for tiers that read one block after the other."""
+    for i, key in enumerate(keys):
+        if not read_fn(key, tokens[i], out[i]):
+            return i
+    return len(keys)

@@ -12,7 +12,7 @@ from octavo.paged.cost_model import HARDWARE, MODEL_SHAPES, CostModel, plan_rest
 from octavo.paged.replay import make_report, make_tier_report, unlimited_hits
 from octavo.paged.replay.lower_tiers import SimulatedTiers, replay_below
 from octavo.paged.tiers import DiskTier, HostTier, TierStack
-from octavo.paged.tiers.block_file import file_bytes
+from octavo.paged.tiers.block_format import num_bytes
 
 from .replay_model import conversations, lru_hits, make_trace
 from .tiers.blocks import BLOCK_BYTES, BLOCK_SIZE, SIZES, key, payload, tokens
@@ -36,7 +36,7 @@ class RealTiers:
     """A `TierStack` that takes symbols, and waits until what it does is done."""
 
     def __init__(self, folder: Path, host: int, disk: int):
-        budget = disk * file_bytes(BLOCK_SIZE, BLOCK_BYTES)
+        budget = disk * num_bytes(BLOCK_SIZE, BLOCK_BYTES)
         tiers = [HostTier(budget_bytes=host * BLOCK_BYTES, **SIZES)] if host else []
         tiers += [PatientDisk(folder, budget_bytes=budget, **SIZES)] if disk else []
         self.stack = TierStack(tiers, BLOCK_BYTES)

@@ -1,6 +1,7 @@
 """Writers that are killed with SIGKILL at random instants, and what they leave behind.
 
-Run as a program of its own: `killed_writers.py FOLDER KILLS`. It imports once and forks a writer
+Run as a program of its own: `killed_writers.py WHERE KILLS`, where that is a folder or the URL of a
+server. It imports once and forks a writer
 for each kill; then it reads everything.
 """
 
@@ -15,8 +16,9 @@ import time
 from pathlib import Path
 
 import numpy as np
+import redis  # noqa: F401  each child would import it again
 
-from octavo.paged.tiers import DiskTier
+from octavo.paged.tiers import DiskTier, RemoteTier, Tier
 
 BLOCK_BYTES, BLOCK_SIZE, NUM_BLOCKS = 1 << 18, 8, 64
 
@@ -33,32 +35,35 @@ def payload(number: int) -> np.ndarray:
     return np.random.default_rng(number).integers(0, 256, BLOCK_BYTES, np.uint8)
 
 
-def tier(folder: Path) -> DiskTier:
+def tier(where: str) -> Tier:
+    sizes = {"block_bytes": BLOCK_BYTES, "block_size": BLOCK_SIZE}
+    if "://" in where:
+        return RemoteTier(where, look_up_seconds=20.0, **sizes)
     # Half of the blocks fit, so that files go while others come.
     budget = NUM_BLOCKS // 2 * (BLOCK_BYTES + 4096)
-    return DiskTier(folder, budget_bytes=budget, block_bytes=BLOCK_BYTES, block_size=BLOCK_SIZE)
+    return DiskTier(where, budget_bytes=budget, **sizes)
 
 
-def write_for_ever(folder: Path, seed: int) -> None:
-    rng, disk = random.Random(seed), tier(folder)
+def write_for_ever(where: str, seed: int) -> None:
+    rng, store = random.Random(seed), tier(where)
     blocks = [payload(number) for number in range(NUM_BLOCKS)]
     os.write(1, b"w")
     while True:
         number = rng.randrange(NUM_BLOCKS)
-        disk.put(key(number), tokens(number), blocks[number])
+        store.put(key(number), tokens(number), blocks[number])
         if rng.random() < 0.2:
-            disk.flush()
+            store.flush()
 
 
 def main() -> None:
-    folder, kills = Path(sys.argv[1]), int(sys.argv[2])
+    where, kills = sys.argv[1], int(sys.argv[2])
     rng = random.Random(0)
     for seed in range(kills):
         ready, told = os.pipe()
         child = os.fork()
         if child == 0:
             os.dup2(told, 1)
-            write_for_ever(folder, seed)
+            write_for_ever(where, seed)
         os.close(told)
         os.read(ready, 1)
         os.close(ready)
@@ -66,13 +71,14 @@ def main() -> None:
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         assert os.WTERMSIG(status) == signal.SIGKILL, status
-    scraps = len(list(folder.glob("*.tmp")))
-    disk, out, right, wrong = tier(folder), np.empty(BLOCK_BYTES, np.uint8), 0, 0
+    scraps = len(list(Path(where).glob("*.tmp")))
+    store, out, right, wrong = tier(where), np.empty(BLOCK_BYTES, np.uint8), 0, 0
     for number in range(NUM_BLOCKS):
-        if disk.read(key(number), tokens(number), out):
+        if store.read([key(number)], tokens(number)[None], out[None]):
             right += np.array_equal(out, payload(number))
             wrong += not np.array_equal(out, payload(number))
-    stats = disk.stats()
+    stats = store.stats()
+    store.close()
     print(f"{scraps} {right} {wrong} {stats.errors} {stats.num_bytes <= stats.budget_bytes}")
 
 

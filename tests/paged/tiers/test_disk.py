@@ -10,17 +10,16 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from octavo.paged.tiers import DiskTier, block_file, disk
+from octavo.paged.tiers import DiskTier, block_file, block_format, disk
 
-from .blocks import BLOCK_BYTES, SIZES, has, held, key, payload, put, tokens
+from .blocks import BLOCK_BYTES, DAMAGES, SIZES, has, held, key, payload, put, tokens
 
-FILE_BYTES = block_file.file_bytes(SIZES["block_size"], BLOCK_BYTES)
+FILE_BYTES = block_format.num_bytes(SIZES["block_size"], BLOCK_BYTES)
 
 
 @pytest.fixture
@@ -79,7 +78,7 @@ def test_a_block_is_found_before_it_is_written(new_tier, monkeypatch):
     tier = new_tier()
     tier.put(key(1), tokens(1), payload(1))
     assert key(1) in tier and has(tier, 1)
-    assert not tier.read(key(1), tokens(2), np.zeros(BLOCK_BYTES, np.uint8))
+    assert not tier.read([key(1)], tokens(2)[None], np.zeros((1, BLOCK_BYTES), np.uint8))
     go_on.set()
     tier.flush()
     assert has(tier, 1)
@@ -126,23 +125,6 @@ def test_a_use_makes_a_block_younger_for_the_next_process(new_tier, tmp_path):
     assert held(new_tier(2), 1, 2, 3) == [1, 3]
 
 
-Damage = Callable[[bytearray], object]
-DAMAGES: dict[str, Damage] = {
-    "truncated": lambda data: data.__delitem__(slice(-1, None)),
-    "empty": lambda data: data.clear(),
-    "header only": lambda data: data.__delitem__(slice(10, None)),
-    "longer": lambda data: data.append(0),
-    "zeros": lambda data: data.__setitem__(slice(None), bytes(len(data))),
-    "magic": lambda data: data.__setitem__(0, data[0] ^ 1),
-    "other version": lambda data: data.__setitem__(8, data[8] + 1),
-    "key": lambda data: data.__setitem__(30, data[30] ^ 1),
-    "checksum": lambda data: data.__setitem__(56, data[56] ^ 1),
-    "tokens": lambda data: data.__setitem__(64, data[64] ^ 1),
-    "first byte of payload": lambda data: data.__setitem__(96, data[96] ^ 1),
-    "last byte of payload": lambda data: data.__setitem__(-1, data[-1] ^ 1),
-}
-
-
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_one_miss_one_error_and_one_line(new_tier, tmp_path, caplog, damage):
     put(new_tier(), 1, 2)
@@ -171,7 +153,7 @@ def test_every_single_flipped_bit_is_found_out(new_tier, tmp_path, caplog):
         data = bytearray(whole)
         data[place] ^= 1 << place % 8
         path.write_bytes(data)
-        with pytest.raises(block_file.BadBlock):
+        with pytest.raises(block_format.BadBlock):
             block_file.read_block(path, key(1), tokens(1), out)
 
 

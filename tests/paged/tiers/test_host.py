@@ -37,7 +37,7 @@ def test_what_was_put_may_be_overwritten_by_its_owner():
 def test_other_tokens_under_a_key_are_a_miss():
     tier = host_tier(4)
     put(tier, 1)
-    assert not tier.read(key(1), tokens(2), np.zeros(BLOCK_BYTES, np.uint8))
+    assert not tier.read([key(1)], tokens(2)[None], np.zeros((1, BLOCK_BYTES), np.uint8))
     assert tier.stats().misses == 1
 
 
