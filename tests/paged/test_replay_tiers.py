@@ -144,7 +144,10 @@ def test_what_is_found_and_saved_is_as_worked_out_by_hand():
     # What takes longer to restore is found and computed.
     below = replay_below(trace, nothing, 21, {"disk": None}, SLOW_DISK)
     assert below.num_found == {"disk": 40} and not below.num_restored
-    assert below.seconds.tolist() == COSTS.seconds_to_recompute(0.0, trace.num_tokens).tolist()
+    assert (
+        below.seconds.tolist()
+        == COSTS.seconds_to_recompute(np.zeros(4), trace.num_tokens * 1.0).tolist()
+    )
     # Too large for the device: refused, and it changes nothing below.
     below = replay_below(trace, nothing, 20, {"host": 20, "disk": None}, COSTS)
     assert below.num_found == {"disk": 20}
