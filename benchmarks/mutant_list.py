@@ -552,4 +552,20 @@ MUTANTS: tuple[Mutant, ...] = (
         tests=ATTENTION,
         select="matches and xla-int8",
     ),
+    Mutant(
+        what="XLA prefill: chunks that only the last query of a tile sees whole are not masked",
+        file="paged_attention/xla.py",
+        old="first = (position[0] + 1) // chunk_tokens",
+        new="first = (position[count - 1] + 1) // chunk_tokens",
+        tests=ATTENTION,
+        select="matches and xla-prefill-over-tiles",
+    ),
+    Mutant(
+        what="XLA prefill: small tiles begin where the large ones did",
+        file="paged_attention/xla.py",
+        old="first_index = first_query[seq] + (i - before) * tile",
+        new="first_index = (i - before) * tile",
+        tests=ATTENTION,
+        select="matches and xla-prefill-over-tiles",
+    ),
 )

@@ -9,6 +9,7 @@ nothing and memory stays bounded by a chunk whatever the context length:
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -22,9 +23,11 @@ from .arguments import AttentionOptions
 # ms with 1.5 MB, 19 with 3 MB, 39 with 6 MB.
 _DECODE_CHUNK_BYTES = 3 << 19
 _CHUNK_TOKENS = 256
-_TILE_QUERIES = 128
+# Queries of a tile: large ones for long stretches, small ones for what a hit leaves of a prompt.
+_LARGE_TILE = 256
+_SMALL_TILE = 32
 # Of batch-invariant attention, whatever the number of queries: few, because decode pads to it.
-_INVARIANT_TILE_QUERIES = 16
+_INVARIANT_TILE = 16
 
 
 class _Softmax(NamedTuple):
@@ -175,40 +178,79 @@ def _tiles(
 ) -> tuple[jax.Array, jax.Array]:
     """Fill `result` for the sequences that have more than one query, tile by tile.
 
-    For all sequences, if the result must be batch-invariant: one shape of tile then serves all
-    queries, each row of which is computed alike.
+    First large tiles, then small ones for what these would leave mostly empty. For all sequences,
+    if the result must be batch-invariant: one shape of tile then serves all queries, each row of
+    which is computed alike.
     """
-    num_tokens, num_heads, head_size = q.shape
+    query_lens = jnp.diff(query_start)
+    none = jnp.zeros_like(query_lens)
+    if options.batch_invariant:
+        parts = [(_INVARIANT_TILE, none, query_lens)]
+    else:
+        query_lens = jnp.where(query_lens > 1, query_lens, 0)
+        tile = min(_LARGE_TILE, 1 << (options.max_query_len - 1).bit_length())
+        in_large, parts = none, []
+        if tile > _SMALL_TILE:
+            # One that is more than half full is computed sooner than small ones in its place.
+            in_large = jnp.minimum((query_lens + tile // 2 - 1) // tile * tile, query_lens)
+            parts.append((tile, none, in_large))
+        parts.append((min(tile, _SMALL_TILE), in_large, query_lens - in_large))
+
+    # Tiles begin anywhere, and go past the last query.
+    def pad(array: jax.Array) -> jax.Array:
+        return jnp.pad(array, ((0, parts[0][0]), *((0, 0),) * (array.ndim - 1)))
+
+    rest = (kv_cache, tables, context_lens, query_start, sinks, options)
+    padded_q, padded = pad(q.astype(_product_dtype(q, kv_cache))), (pad(result[0]), pad(result[1]))
+    for tile, first_query, num_queries in parts:
+        padded = _tile_loop(padded, padded_q, *rest, first_query, num_queries, tile)
+    return padded[0][: q.shape[0]], padded[1][: q.shape[0]]
+
+
+def _tile_loop(
+    padded: tuple[jax.Array, jax.Array],
+    padded_q: jax.Array,
+    kv_cache: jax.Array,
+    tables: jax.Array,
+    context_lens: jax.Array,
+    query_start: jax.Array,
+    sinks: jax.Array | None,
+    options: AttentionOptions,
+    first_query: jax.Array,
+    num_queries: jax.Array,
+    tile: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Fill `result` for some queries of each sequence, in tiles of as many.
+
+    Args:
+        padded: `result`, with rows to spare.
+        padded_q: the queries, as many.
+        first_query: `int32[S]`, counted from a sequence's first one.
+        num_queries: `int32[S]`.
+        tile: queries computed at once.
+        (others): see `paged_attention_xla`.
+    """
+    _, num_heads, head_size = padded_q.shape
     _, num_kv_heads, block_size, _ = kv_cache.shape
     groups = num_heads // num_kv_heads
-    least = 1 if options.batch_invariant else 2
-    tile = min(_TILE_QUERIES, 1 << (options.max_query_len - 1).bit_length())
-    if options.batch_invariant:
-        tile = _INVARIANT_TILE_QUERIES
     chunk_blocks = max(1, _CHUNK_TOKENS // block_size)
     chunk_tokens = chunk_blocks * block_size
     tables = _pad_columns(tables, chunk_blocks)
 
     query_lens = jnp.diff(query_start)
-    tile_end = jnp.cumsum(jnp.where(query_lens >= least, -(-query_lens // tile), 0))
-    dtype = _product_dtype(q, kv_cache)
-    padded_q = jnp.pad(q, ((0, tile), (0, 0), (0, 0))).astype(dtype)
-    padded = (
-        jnp.pad(result[0], ((0, tile), (0, 0), (0, 0))),
-        jnp.pad(result[1], ((0, tile), (0, 0))),
-    )
+    tile_end = jnp.cumsum(-(-num_queries // tile))
     row_sinks = _grouped(sinks, num_kv_heads)
     if row_sinks is not None:
         row_sinks = jnp.tile(row_sinks[:, None, :], (1, tile, 1)).reshape(num_kv_heads, -1)
 
     def one_tile(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         seq = jnp.searchsorted(tile_end, i, side="right").astype(jnp.int32)
-        before = tile_end[seq] - -(-query_lens[seq] // tile)
-        start = query_start[seq] + (i - before) * tile
-        count = jnp.minimum(tile, query_start[seq + 1] - start)
+        before = tile_end[seq] - -(-num_queries[seq] // tile)
+        first_index = first_query[seq] + (i - before) * tile
+        start = query_start[seq] + first_index
+        count = jnp.minimum(tile, first_query[seq] + num_queries[seq] - first_index)
         row = jnp.arange(tile, dtype=jnp.int32)
-        index = start - query_start[seq] + row
-        position = options.query_position(context_lens[seq], query_lens[seq], index)
+        position = options.query_position(context_lens[seq], query_lens[seq], first_index + row)
         position = jnp.broadcast_to(position, row.shape)
 
         # [tile, N, H] -> [K, tile*G, H]
@@ -221,19 +263,26 @@ def _tiles(
             first = jnp.maximum(position[0] - options.sliding_window + 1, 0) // chunk_tokens
         last = -(-(position[count - 1] + 1) // chunk_tokens)
 
-        def chunk(j: jax.Array, softmax: _Softmax) -> _Softmax:
+        def add(j: jax.Array, softmax: _Softmax, *, masked: bool) -> _Softmax:
             ids = jax.lax.dynamic_slice(tables, (seq, j * chunk_blocks), (1, chunk_blocks))[0]
-            kv = _gather(kv_cache, ids, dtype)
+            kv = _gather(kv_cache, ids, padded_q.dtype)
             k, v = kv[..., :head_size], kv[..., head_size : 2 * head_size]
             scores = jnp.einsum("krh,kch->krc", rows, k, preferred_element_type=jnp.float32)
-            key_position = j * chunk_tokens + jnp.arange(chunk_tokens, dtype=jnp.int32)
-            seen = options.visible(key_position[None, :], row_position[:, None])
-            return softmax.add(jnp.where(seen[None], options.logits(scores), -jnp.inf), v)
+            logits = options.logits(scores)
+            if masked:
+                key_position = j * chunk_tokens + jnp.arange(chunk_tokens, dtype=jnp.int32)
+                seen = options.visible(key_position[None, :], row_position[:, None])
+                logits = jnp.where(seen[None], logits, -jnp.inf)
+            return softmax.add(logits, v)
 
         softmax = _Softmax.empty((num_kv_heads, tile * groups), head_size)
-        out, lse = jax.lax.fori_loop(first, last, chunk, softmax).finish(row_sinks)
+        if options.sliding_window is None and not options.batch_invariant:
+            first = (position[0] + 1) // chunk_tokens
+            softmax = jax.lax.fori_loop(0, first, partial(add, masked=False), softmax)
+        softmax = jax.lax.fori_loop(first, last, partial(add, masked=True), softmax)
+        out, lse = softmax.finish(row_sinks)
         out = out.reshape(num_kv_heads, tile, groups, head_size).swapaxes(0, 1)
-        out = out.reshape(tile, num_heads, head_size).astype(q.dtype)
+        out = out.reshape(tile, num_heads, head_size).astype(padded[0].dtype)
         lse = lse.reshape(num_kv_heads, tile, groups).swapaxes(0, 1).reshape(tile, num_heads)
         own = row < count
 
@@ -246,8 +295,7 @@ def _tiles(
 
         return put(carry[0], out), put(carry[1], lse)
 
-    out, lse = jax.lax.fori_loop(0, tile_end[-1], one_tile, padded)
-    return out[:num_tokens], lse[:num_tokens]
+    return jax.lax.fori_loop(0, tile_end[-1], one_tile, padded)
 
 
 def _grouped(sinks: jax.Array | None, num_kv_heads: int) -> jax.Array | None:
