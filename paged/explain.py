@@ -60,7 +60,7 @@ class Explanation:
     def __str__(self) -> str:
         start = f"{self.num_cached_tokens} of {self.num_tokens} tokens are cached: "
         at = self.num_cached_tokens
-        more = f"; the next {self.num_tier_tokens} are in host memory or on disk"
+        more = f"; the next {self.num_tier_tokens} are in tiers below the device"
         return (
             start
             + {

@@ -82,7 +82,9 @@ def install_cache_routes(
         return {}
 
     @app.post("/reset_prefix_cache", responses=responses)
-    async def reset(keep_pinned: bool = False, disk: bool = False) -> dict[str, int]:
-        """Forget what is cached, on disk too if asked, but for the blocks of running requests."""
-        reset_fn = partial(Engine.reset_cache, keep_pinned=keep_pinned, disk=disk)
+    async def reset(
+        keep_pinned: bool = False, disk: bool = False, remote: bool = False
+    ) -> dict[str, int]:
+        """Forget what is cached, on disk or remote too if asked; not blocks of running requests."""
+        reset_fn = partial(Engine.reset_cache, keep_pinned=keep_pinned, disk=disk, remote=remote)
         return {"freed_blocks": await async_engine.run(reset_fn)}

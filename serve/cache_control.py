@@ -35,7 +35,7 @@ class CacheControl:
         self._closer = None if tiers is None else weakref.finalize(self, tiers.close)
 
     def close(self) -> None:
-        """Store what is on its way to disk, and end the threads of the tiers below the device.
+        """Store what is on its way to tiers below the device, and end their threads.
 
         Without it that happens when the engine is dropped. The engine goes on, without new blocks
         in those tiers.
@@ -99,7 +99,9 @@ class CacheControl:
         """
         self._runner.unpin(*self._intake.prompt(prompt, cache_salt, adapter))
 
-    def reset_cache(self, *, keep_pinned: bool = False, disk: bool = False) -> int:
+    def reset_cache(
+        self, *, keep_pinned: bool = False, disk: bool = False, remote: bool = False
+    ) -> int:
         """Forget what is cached, but for the blocks of running requests; returns how many went.
 
         That is on the device; what host memory holds is forgotten too.
@@ -107,9 +109,11 @@ class CacheControl:
         Args:
             keep_pinned: leave the pins and what they keep.
             disk: forget what the disk cache holds as well, of other models too.
+            remote: and what the remote cache holds, of other engines too.
         """
         if self._runner.tiers is not None:
-            self._runner.tiers.stack.clear(("host", "disk") if disk else ("host",))
+            named = {"host": True, "disk": disk, "remote": remote}
+            self._runner.tiers.stack.clear([name for name, wanted in named.items() if wanted])
         self._acting(None)
         return self._runner.reset_cache(keep_pinned=keep_pinned)
 

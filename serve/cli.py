@@ -326,7 +326,7 @@ def _engine(
         give_up(f"cannot load {model!r}: {error}", RUN_ERROR)
     try:
         return Engine(loaded, config)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         give_up(str(error), USAGE_ERROR)
 
 

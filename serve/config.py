@@ -9,8 +9,8 @@ from ..paged import POLICIES
 from .scheduler import POLICIES as SCHEDULING_POLICIES
 
 
-def _knob(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
+def _knob(default: Any, text: str, *, repr: bool = True) -> Any:
+    return field(default=default, repr=repr, metadata={"help": text})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +61,11 @@ class EngineConfig:
     )
     disk_cache_dir: str = _knob("", "folder for blocks that outlive the process; '' for none")
     disk_cache_gib: float = _knob(16.0, "what that folder may hold, in GiB; 0 for nothing")
+    remote_cache_url: str = _knob(
+        "",
+        "Valkey or Redis server for blocks that engines share, redis://HOST:PORT/DB; '' for none",
+        repr=False,  # it may hold a password
+    )
     restore_policy: str = _knob(
         "cost",
         "whether blocks below the KV cache are restored: cost (where that is predicted to take "
@@ -90,8 +95,8 @@ class EngineConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
         if self.has_lower_tiers and not self.enable_prefix_caching:
             raise ValueError(
-                "host_cache_gib and disk_cache_dir keep blocks that are shared: they need "
-                "enable_prefix_caching"
+                "host_cache_gib, disk_cache_dir and remote_cache_url keep blocks that are shared: "
+                "they need enable_prefix_caching"
             )
         if self.num_blocks is not None and self.num_blocks < 2:
             raise ValueError(f"num_blocks={self.num_blocks} must be at least 2")
@@ -131,4 +136,4 @@ class EngineConfig:
     @property
     def has_lower_tiers(self) -> bool:
         """Whether blocks are kept anywhere below the device."""
-        return self.host_cache_gib > 0 or self.has_disk_cache
+        return self.host_cache_gib > 0 or self.has_disk_cache or bool(self.remote_cache_url)

@@ -25,7 +25,7 @@ _WHY = {
     "copy on write": "give samples and beams a block of their own to write",
     "copy tails": "what those blocks begin with",
     "copy": "blocks of which a request shares only the beginning",
-    "pack": "blocks together, on their way to host memory or disk",
+    "pack": "blocks together, on their way to lower tiers",
     "unpack": "blocks from there, where they belong",
     "match": "how much of each waiting request is cached, for the policy lpm",
     "load adapter": "the weights of a LoRA adapter into its slot",

@@ -14,7 +14,7 @@ from .program_store import ProgramStore, jax_cache
 # What no program depends on.
 _OTHER_SETTINGS = (
     *("compilation_cache_dir", "max_waiting", "max_setbacks", "decode_slice_ms"),
-    *("host_cache_gib", "disk_cache_dir", "disk_cache_gib"),
+    *("host_cache_gib", "disk_cache_dir", "disk_cache_gib", "remote_cache_url", "restore_policy"),
 )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..models import LlamaConfig
 from ..paged import NamespaceKey
-from ..paged.tiers import DiskTier, HostTier, Tier, TierStack, further_keys, root_key
+from ..paged.tiers import DiskTier, HostTier, RemoteTier, Tier, TierStack, further_keys, root_key
 from ..pallas_kernels import NULL_BLOCK, gather_blocks, scatter_blocks
 from .config import EngineConfig
 from .layout import CacheLayout
@@ -31,7 +31,7 @@ _LOADERS = 2
 
 
 class LowerTiers:
-    """Blocks in host memory and on disk, by the requests that want them.
+    """Blocks in host memory, on disk and on a server, by the requests that want them.
 
     Args:
         model, config, layout: of the engine; at least one tier is on.
@@ -41,8 +41,9 @@ class LowerTiers:
         batch_blocks: blocks of one transfer at most.
 
     Raises:
-        ValueError: a budget holds no block.
+        ValueError: a budget holds no block, or a URL is none.
         OSError: the folder cannot be used.
+        ImportError: the remote cache's client is not installed.
     """
 
     def __init__(self, model: LlamaConfig, config: EngineConfig, layout: CacheLayout):
@@ -198,6 +199,8 @@ def _tiers(config: EngineConfig, block_bytes: int) -> list[Tier]:
     if config.has_disk_cache:
         budget = int(config.disk_cache_gib * 2**30)
         tiers.append(DiskTier(config.disk_cache_dir, budget_bytes=budget, **sizes))
+    if config.remote_cache_url:
+        tiers.append(RemoteTier(config.remote_cache_url, **sizes))
     return tiers
 
 

@@ -124,7 +124,7 @@ def test_what_was_evicted_comes_back_from_host_memory_with_the_same_bits(engine:
     evict(engine)
     assert len(kept(engine, prompt(0))) == 0
     assert engine.explain(prompt(0)).num_tier_tokens == 96
-    assert str(engine.explain(prompt(0))).endswith("; the next 96 are in host memory or on disk")
+    assert str(engine.explain(prompt(0))).endswith("; the next 96 are in tiers below the device")
     again, after = one(engine, prompt(0)), engine.stats()
     assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 96)
     assert again.token_ids == first.token_ids
@@ -416,7 +416,7 @@ def test_http_and_metrics_show_the_tiers_and_a_reset_clears_them(engine: Engine)
     told, body = [], {"prompt": [prompt(0)]}
     asyncio.run(ask())
     assert [explanation["num_tier_tokens"] for explanation in told] == [96, 0]
-    assert "in host memory or on disk" in told[0]["message"]
+    assert "in tiers below the device" in told[0]["message"]
 
 
 def test_a_reset_clears_host_memory_and_the_disk_if_asked(engine: Engine) -> None:
@@ -502,7 +502,7 @@ def test_all_programs_are_compiled_ahead(tiny: LoadedModel) -> None:
     assert one(engine, prompt(0)).num_cached_tokens == 96
     assert engine.num_programs == count
     assert {r.why for r in engine.explain_compile() if "pack" in r.name} >= {
-        "blocks together, on their way to host memory or disk",
+        "blocks together, on their way to lower tiers",
         "blocks from there, where they belong",
     }
 
