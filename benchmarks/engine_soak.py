@@ -53,7 +53,7 @@ class Kind:
     version: int  # of the adapter
 
 
-def small_model(loaded: LoadedModel) -> LoadedModel:
+def small_model(loaded: LoadedModel, max_context_len: int = MAX_LEN) -> LoadedModel:
     config = LlamaConfig(
         vocab_size=loaded.config.vocab_size,
         hidden_size=48,
@@ -62,7 +62,7 @@ def small_model(loaded: LoadedModel) -> LoadedModel:
         num_heads=4,
         num_kv_heads=2,
         head_size=16,
-        max_context_len=MAX_LEN,
+        max_context_len=max_context_len,
         tie_embeddings=False,
     )
     model = Llama(config, rngs=nnx.Rngs(0))
