@@ -8,8 +8,10 @@ import time
 import weakref
 from dataclasses import replace
 
+import numpy as np
+
 from ..models import LoadedModel
-from ..paged import FOREVER, Explanation
+from ..paged import FOREVER, Explanation, PinBudgetExceeded
 from .cache_snapshot import CacheSnapshot, EngineBusy
 from .intake import Intake, Prompt
 from .request import Request
@@ -74,6 +76,9 @@ class CacheControl:
     ) -> int:
         """Keep the cached blocks of a prompt from being evicted; returns the tokens in them.
 
+        What the device has not got, or has no budget for, is kept by the roomiest tier below it,
+        half of which may be pinned: it is restored when it is wanted, and never computed again.
+
         Args:
             prompt: text, or token ids; what is not cached yet is not pinned: generate first.
             cache_salt: as of the requests that computed it.
@@ -82,14 +87,26 @@ class CacheControl:
 
         Raises:
             InvalidRequest: the prompt could never be served, or the time is not positive.
-            PinBudgetExceeded: `max_pinned_fraction` of the cache is pinned; nothing has changed.
+            PinBudgetExceeded: `max_pinned_fraction` of the cache is pinned, and no tier below has
+                them and room; nothing has changed.
         """
         tokens, namespace = self._intake.prompt(prompt, cache_salt, adapter)
         if ttl_seconds is not None and not ttl_seconds > 0:
             raise InvalidRequest(f"{ttl_seconds=} must be positive", param="ttl_seconds")
         self._acting(None)
-        until = time.monotonic() - self._started + (ttl_seconds or math.inf)
-        return self._runner.pin(tokens, namespace, math.ceil(min(until, FOREVER)))
+        end = time.monotonic() + (ttl_seconds or math.inf)
+        until = math.ceil(min(end - self._started, FOREVER))
+        refused, pinned = None, 0
+        try:
+            pinned = self._runner.pin(tokens, namespace, until)
+        except PinBudgetExceeded as error:
+            refused = error
+        keys, size = self._tier_keys(tokens, cache_salt, adapter), self._runner.layout.shape[2]
+        if self._runner.tiers is not None and len(keys) * size > pinned:
+            pinned = max(pinned, self._runner.tiers.stack.pin(keys, end) * size)
+        if refused is not None and not pinned:
+            raise refused
+        return pinned
 
     def unpin(self, prompt: Prompt, *, cache_salt: str = "", adapter: str | None = None) -> None:
         """End the pins of a prompt's blocks, but for those under which others are pinned.
@@ -97,7 +114,16 @@ class CacheControl:
         Raises:
             InvalidRequest: the prompt could never be served.
         """
-        self._runner.unpin(*self._intake.prompt(prompt, cache_salt, adapter))
+        tokens, namespace = self._intake.prompt(prompt, cache_salt, adapter)
+        self._runner.unpin(tokens, namespace)
+        if self._runner.tiers is not None:
+            self._runner.tiers.stack.unpin(self._tier_keys(tokens, cache_salt, adapter))
+
+    def _tier_keys(self, tokens: np.ndarray, cache_salt: str, adapter: str | None) -> list[bytes]:
+        """What lower tiers call a prompt's full blocks."""
+        if self._runner.tiers is None:
+            return []
+        return self._runner.tiers.keys(self._intake.namespace_key(cache_salt, adapter), tokens)
 
     def reset_cache(
         self, *, keep_pinned: bool = False, disk: bool = False, remote: bool = False
@@ -113,7 +139,8 @@ class CacheControl:
         """
         if self._runner.tiers is not None:
             named = {"host": True, "disk": disk, "remote": remote}
-            self._runner.tiers.stack.clear([name for name, wanted in named.items() if wanted])
+            names = [name for name, wanted in named.items() if wanted]
+            self._runner.tiers.stack.clear(names, keep_pinned=keep_pinned)
         self._acting(None)
         return self._runner.reset_cache(keep_pinned=keep_pinned)
 

@@ -47,6 +47,7 @@ _COUNTERS = (
 _TIER_GAUGES = (
     ("octavo:tier_blocks", "num_blocks", "Blocks that a tier below the device holds."),
     ("octavo:tier_bytes", "num_bytes", "Bytes of them."),
+    ("octavo:tier_pinned_blocks", "pinned", "Those that are not evicted."),
 )
 _TIER_COUNTERS = (
     ("octavo:tier_hits", "hits", "Blocks read from a tier below the device."),

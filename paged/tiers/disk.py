@@ -24,6 +24,7 @@ import numpy as np
 from .block_file import SCRAP_SUFFIX, SUFFIX, read_block, write_block
 from .block_format import BadBlock, num_bytes
 from .keys import KEY_BYTES
+from .pins import TierPins
 from .tier import TierStats, read_run
 from .write_behind import WriteBehind
 
@@ -72,6 +73,7 @@ class DiskTier:
         # Bytes of each file, the least recently used first.
         self._files: OrderedDict[bytes, int] = self._listed()
         self._num_bytes = sum(self._files.values())
+        self.pins = TierPins(budget_bytes // self._file_bytes // 2)
         self._make_room(0)
         self._writer = WriteBehind(self._write, queue_bytes)
 
@@ -145,13 +147,16 @@ class DiskTier:
         """See `Tier`."""
         self._writer.flush()
 
-    def clear(self) -> None:
+    def clear(self, *, keep_pinned: bool = False) -> None:
         """See `Tier`; files of other models go as well."""
-        self._writer.clear()
+        if keep_pinned:
+            self._writer.flush()
+        else:
+            self._writer.clear()
+            self.pins.clear()
         with self._lock:
-            keys = list(self._files)
-            self._files.clear()
-            self._num_bytes = 0
+            keys = [key for key in self._files if key not in self.pins]
+            self._num_bytes -= sum(self._files.pop(key) for key in keys)
         for key in keys:
             with contextlib.suppress(OSError):
                 self._path(key).unlink()
@@ -172,6 +177,7 @@ class DiskTier:
                 evictions=self._evictions,
                 drops=self._drops,
                 errors=self._errors,
+                pinned=len(self.pins),
             )
 
     def _write(self, key: bytes, tokens: np.ndarray, payload: np.ndarray) -> None:
@@ -193,8 +199,9 @@ class DiskTier:
             with self._lock:
                 if not self._files or self._num_bytes + num_bytes <= self._budget_bytes:
                     return
-                key, size = self._files.popitem(last=False)
-                self._num_bytes -= size
+                while (key := next(iter(self._files))) in self.pins:
+                    self._files.move_to_end(key)
+                self._num_bytes -= self._files.pop(key)
                 self._evictions += 1
             with contextlib.suppress(OSError):
                 self._path(key).unlink()

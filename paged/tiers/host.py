@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from .pins import TierPins
 from .tier import TierStats, read_run
 
 
@@ -38,6 +39,7 @@ class HostTier:
         # The least recently used first.
         self._slots: OrderedDict[bytes, int] = OrderedDict()
         self._free = list(range(num_slots))[::-1]
+        self.pins = TierPins(num_slots // 2)
         # Held while a slot is copied, so that nobody takes it meanwhile.
         self._lock = threading.Lock()
         self._hits = self._misses = self._evictions = 0
@@ -59,7 +61,9 @@ class HostTier:
         if self._free:
             return self._free.pop()
         self._evictions += 1
-        return self._slots.popitem(last=False)[1]
+        while (oldest := next(iter(self._slots))) in self.pins:
+            self._slots.move_to_end(oldest)
+        return self._slots.pop(oldest)
 
     def look_up(self, keys: Sequence[bytes]) -> None:
         """See `Tier`: it always knows."""
@@ -88,11 +92,13 @@ class HostTier:
     def flush(self) -> None:
         """See `Tier`: nothing is ever on its way."""
 
-    def clear(self) -> None:
+    def clear(self, *, keep_pinned: bool = False) -> None:
         """See `Tier`."""
         with self._lock:
-            self._free += self._slots.values()
-            self._slots.clear()
+            if not keep_pinned:
+                self.pins.clear()
+            for key in [key for key in self._slots if key not in self.pins]:
+                self._free.append(self._slots.pop(key))
 
     def close(self) -> None:
         """See `Tier`: it ends with the process."""
@@ -108,4 +114,5 @@ class HostTier:
                 hits=self._hits,
                 misses=self._misses,
                 evictions=self._evictions,
+                pinned=len(self.pins),
             )

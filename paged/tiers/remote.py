@@ -30,6 +30,7 @@ import numpy as np
 
 from .block_format import BadBlock, decode, encoded, num_bytes
 from .breaker import Breaker
+from .pins import TierPins
 from .remote_client import connect, is_refusal
 from .tier import TierStats
 from .write_behind import WriteBehind
@@ -88,6 +89,7 @@ class RemoteTier:
             f"the remote cache at {where} is left alone until it answers again", pause_seconds
         )
         self._writes = Breaker(f"the remote cache at {where} takes no blocks", pause_seconds)
+        self.pins = TierPins(0)  # what the server evicts is its own affair
         self._lock = threading.Lock()
         self._hits = self._misses = self._drops = self._errors = 0
         # What was there when it was last asked, read or written; the oldest of it first.
@@ -224,8 +226,8 @@ class RemoteTier:
         """See `Tier`."""
         self._writer.flush()
 
-    def clear(self) -> None:
-        """See `Tier`; blocks of other models and engines go as well."""
+    def clear(self, *, keep_pinned: bool = False) -> None:
+        """See `Tier`; blocks of other models and engines go as well. There are no pins."""
         self._writer.clear()
         try:
             names = self._redis.scan_iter(f"{PREFIX}*", count=1000)

@@ -150,12 +150,30 @@ class TierStack:
         for tier in self.tiers:
             tier.flush()
 
-    def clear(self, names: Sequence[str]) -> None:
+    def pin(self, keys: Sequence[bytes], until: float) -> int:
+        """Pin what is held of a sequence where there is most room; returns how many blocks.
+
+        Args:
+            keys: of the sequence's blocks, from its first.
+            until: see `TierPins.pin`.
+        """
+        roomiest = max(self.tiers, key=lambda tier: tier.pins.max_blocks)
+        self._saves.join()
+        roomiest.look_up(keys)
+        held = next((i for i, key in enumerate(keys) if key not in roomiest), len(keys))
+        return held if held and roomiest.pins.pin(keys[:held], until) else 0
+
+    def unpin(self, keys: Sequence[bytes]) -> None:
+        """End the pins of a sequence's blocks, but for those under which others are pinned."""
+        for tier in self.tiers:
+            tier.pins.unpin(keys)
+
+    def clear(self, names: Sequence[str], *, keep_pinned: bool = False) -> None:
         """Forget what the tiers of these names hold."""
         self._saves.join()
         for tier in self.tiers:
             if tier.name in names:
-                tier.clear()
+                tier.clear(keep_pinned=keep_pinned)
 
     def close(self) -> None:
         """Store what was saved, and stop all threads; afterwards nothing is saved."""

@@ -8,6 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
+from .pins import TierPins
+
 
 @dataclass(frozen=True, kw_only=True)
 class TierStats:
@@ -21,6 +23,7 @@ class TierStats:
         evictions: blocks that made room for others.
         drops: blocks that it had no time to take.
         errors: blocks that could not be read or written, or were not right.
+        pinned: blocks that it does not evict.
     """
 
     num_blocks: int
@@ -31,6 +34,7 @@ class TierStats:
     evictions: int
     drops: int = 0
     errors: int = 0
+    pinned: int = 0
 
 
 class Tier(Protocol):
@@ -43,6 +47,11 @@ class Tier(Protocol):
     @property
     def name(self) -> str:
         """For people and metrics."""
+        ...
+
+    @property
+    def pins(self) -> TierPins:
+        """What it does not evict."""
         ...
 
     def __contains__(self, key: bytes) -> bool:
@@ -80,8 +89,8 @@ class Tier(Protocol):
         """Wait until all that was put is stored."""
         ...
 
-    def clear(self) -> None:
-        """Forget everything."""
+    def clear(self, *, keep_pinned: bool = False) -> None:
+        """Forget everything, pins and what they keep included if they are not to stay."""
         ...
 
     def close(self) -> None:

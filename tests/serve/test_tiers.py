@@ -17,6 +17,7 @@ import pytest
 
 from octavo import paged
 from octavo.models import LoadedModel
+from octavo.paged import PinBudgetExceeded
 from octavo.serve import BeamSearchParams, Completion, Engine, EngineConfig, SamplingParams, tiers
 from octavo.serve.api import create_app
 from octavo.serve.async_engine import AsyncEngine
@@ -194,6 +195,37 @@ def test_other_caches_come_back_and_find_nothing_of_one_another(
         assert again.logprobs == first.logprobs
     other.check_invariants()
     other.close()
+
+
+def test_pins_over_the_budget_of_the_device_are_kept_below(tiny: LoadedModel, cold) -> None:
+    engine = tiered(tiny, host=60, max_pinned_fraction=0.2)  # 3 blocks
+    one(engine, prompt(5, 48))
+    one(engine, prompt(0))
+    assert engine.pin(prompt(0)) == 96  # more than the device's budget
+    stats = engine.stats()
+    assert stats.tiers["host"].pinned == 12
+    for seed in range(1000, 1016, 2):  # far more than the host has room for
+        evict(engine, seed)
+    assert len(kept(engine, prompt(0))) == 0
+    assert one(engine, prompt(0)).num_cached_tokens == 96
+    assert one(engine, prompt(5, 48)).num_cached_tokens == 0
+    engine.reset_cache(keep_pinned=True)
+    answer = one(engine, prompt(0))
+    assert answer.num_cached_tokens == 96
+    assert answer.token_ids == cold(prompt(0)).token_ids
+    # Half of the host's blocks are all that can be pinned there.
+    for seed in (7, 9, 8):
+        one(engine, prompt(seed))
+    assert engine.pin(prompt(7)) == 96
+    with pytest.raises(PinBudgetExceeded, match="more than 3 blocks"):
+        engine.pin(prompt(8))
+    engine.unpin(prompt(7))
+    assert engine.pin(prompt(8)) == 96
+    engine.unpin(prompt(0))
+    engine.unpin(prompt(8))
+    assert engine.stats().tiers["host"].pinned == 0
+    engine.check_invariants()
+    engine.close()
 
 
 def test_no_tier_serves_across_salts(engine: Engine) -> None:
