@@ -16,6 +16,7 @@ from ..models.chat import ChatTemplateError
 from .async_engine import AsyncEngine
 from .body_limit import BodyLimit
 from .cache_api import install_cache_routes
+from .chat_ids import chat_ids
 from .echo import Echo
 from .errors import ApiError, install_error_handlers, refusal
 from .output_stream import EngineFailed
@@ -112,18 +113,13 @@ class _Server:
 
     async def chat_ids(self, conversation: Sequence[Message]) -> list[int]:
         """A conversation as the model's template writes it."""
-        template, tokenizer = self._engine.loaded.chat_template, self._engine.loaded.tokenizer
-        if template is None:
+        loaded = self._engine.loaded
+        if loaded.chat_template is None:
             message = "this model has no chat template; use /v1/completions"
             raise ApiError(400, message, param="messages", code="no_chat_template")
         messages = [message.for_template() for message in conversation]
-
-        def prompt_ids() -> list[int]:
-            # The template writes the special tokens itself.
-            return tokenizer.encode(template.render(messages), add_special_tokens=False)
-
         try:
-            return await asyncio.to_thread(prompt_ids)
+            return await asyncio.to_thread(chat_ids, loaded, messages)
         except ChatTemplateError as error:
             raise ApiError(400, str(error), param="messages", code="chat_template") from None
 

@@ -22,6 +22,7 @@ from ..models.loading import LoadedModel, load_model
 from .adapter_cli import load_modules, parse_modules
 from .api import create_app
 from .async_engine import AsyncEngine
+from .chat_ids import chat_ids
 from .config import EngineConfig
 from .console import (
     RUN_ERROR,
@@ -37,6 +38,7 @@ from .draining_server import DrainingServer
 from .engine import Engine
 from .metrics import ServerMetrics
 from .penalty_cli import penalty
+from .pin_file import compute_and_pin, read_pins
 from .replay_cli import replay
 from .sampling_params import InvalidRequest, SamplingParams
 
@@ -153,6 +155,15 @@ def serve(
             help="Let clients explain, pin and reset the cache; they see what others have cached.",
         ),
     ] = False,
+    pin_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Compute these prompts and pin them before serving: an object a line, in the "
+            "form of /cache/pin.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
     explain_compile: Annotated[
         bool,
         typer.Option(
@@ -165,6 +176,7 @@ def serve(
     adapters = parse_modules(lora_modules or [])
     options["max_loras"] = max(options["max_loras"], len(adapters))
     config = _engine_config(options)
+    pins = read_pins(pin_file) if pin_file else []
     if lora_dir is not None and not config.max_loras:
         give_up("--lora-dir needs slots for the adapters: give --max-loras", USAGE_ERROR)
     if explain_compile:
@@ -180,6 +192,8 @@ def serve(
             name = served_model_name or engine.loaded.name
             load_modules(engine, adapters, name)
             engine.warmup(progress)
+            if pin_file:
+                compute_and_pin(engine, pin_file, pins, progress)
         with AsyncEngine(engine, metrics=ServerMetrics(name)) as async_engine:
             app = create_app(
                 async_engine,
@@ -275,10 +289,9 @@ def _prompt_ids(loaded: LoadedModel, prompt: str, *, chat: bool) -> Sequence[int
     if loaded.chat_template is None:
         give_up(f"{loaded.name} has no chat template; use --raw", USAGE_ERROR)
     try:
-        text = loaded.chat_template.render([{"role": "user", "content": prompt}])
+        return chat_ids(loaded, [{"role": "user", "content": prompt}])
     except ChatTemplateError as error:
         give_up(str(error), RUN_ERROR)
-    return loaded.tokenizer.encode(text, add_special_tokens=False)
 
 
 def _print_stream(
