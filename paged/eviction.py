@@ -6,6 +6,7 @@ never grow from parent to child, so leaves go before their parents without looki
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -39,6 +40,8 @@ class EvictionPolicy:
         kind: `int32[]` position in `POLICIES`.
         slope: `float32[]` what one block of context adds to the cost of computing a block, in
             units of a first block's cost.
+        most: `float32[]` what a block costs at most, in the same unit: what restoring one takes
+            where tiers below keep them.
         protected: `int32[]` blocks that `slru` protects at most.
         interval: `float32[]` running median of the time from a block's first use to its second,
             in requests.
@@ -47,12 +50,15 @@ class EvictionPolicy:
 
     kind: jax.Array
     slope: jax.Array
+    most: jax.Array
     protected: jax.Array
     interval: jax.Array
     requests: jax.Array
 
 
-def eviction_policy(name: str = "lru", *, slope: float = 0.0, protected: int = 0) -> EvictionPolicy:
+def eviction_policy(
+    name: str = "lru", *, slope: float = 0.0, most: float = math.inf, protected: int = 0
+) -> EvictionPolicy:
     """A policy by name.
 
     * `lru`: least recently used first.
@@ -60,19 +66,22 @@ def eviction_policy(name: str = "lru", *, slope: float = 0.0, protected: int = 0
     * `slru`: of two segments; blocks that were hit, the `protected` most recent of them, stay
       longer than the others.
     * `cost`: least worth first. A block is worth (how often it was used, also before it was
-      evicted) x (square root of the cost of computing it), for as long as the time after which
+      evicted) x (square root of the cost of getting it again), for as long as the time after which
       blocks are typically used a second time; after that 1 / age of it.
 
     Raises:
-        ValueError: the name is unknown, or a number is negative.
+        ValueError: the name is unknown, or a number is negative (or 0, for `most`).
     """
     if name not in POLICIES:
         raise ValueError(f"{name=} must be one of {', '.join(POLICIES)}")
     if slope < 0 or protected < 0:
         raise ValueError(f"{slope=} and {protected=} must not be negative")
+    if not most > 0:
+        raise ValueError(f"{most=} must be positive")
     return EvictionPolicy(
         kind=jnp.int32(POLICIES.index(name)),
         slope=jnp.float32(slope),
+        most=jnp.float32(most),
         protected=jnp.int32(protected),
         interval=jnp.float32(_FIRST_INTERVAL),
         requests=jnp.int32(0),
@@ -110,7 +119,8 @@ def touch(
     age, uses = policy.requests - index.last_use[paths], index.uses[paths]
     again = jnp.where(hit, _aged(uses, age, policy.interval) + 1, uses)
     uses = jnp.where(used, again, 0)
-    value = jnp.where(used, (uses + 1) * jnp.sqrt(1 + policy.slope * depth), 0)
+    cost = jnp.minimum(1 + policy.slope * depth, policy.most)
+    value = jnp.where(used, (uses + 1) * jnp.sqrt(cost), 0)
     # What a block is worth its ancestors are, since it cannot stay without them.
     before = jnp.where(used, index.worth[paths], 0)
     value = jax.lax.cummax(jnp.maximum(value, before), axis=1, reverse=True)

@@ -103,6 +103,11 @@ class BlockRunner:
         """What follows happens at time `now` for the request of number `owner`."""
         self._state = replace(self._state, now=np.int32(now), owner=np.int32(owner))
 
+    def limit_block_cost(self, most: float) -> None:
+        """Let eviction know what a block costs at most, in units of a prompt's first one."""
+        policy = replace(self._state.policy, most=np.float32(most))
+        self._state = replace(self._state, policy=policy)
+
     def explain(self, tokens: np.ndarray, namespace: int) -> paged.Explanation:
         """Why a prompt hits as far as it does."""
         return paged.explain(self._state, tokens, namespace)

@@ -83,12 +83,17 @@ class Engine(Answers, Lifecycle, AdapterControl):
         self._inboxes: dict[str, deque[RequestOutput]] = {}
         self._pace = DecodePace(config.decode_slice_ms, config.max_decode_steps)
         self._count = dict.fromkeys(COUNTERS, 0)
+        choice = choice_for(loaded.model, config, runner.layout)
+        if runner.tiers is not None:
+            below = runner.tiers.keeps_all_of(runner.layout.shape[0] - 1)
+            if below is not None:
+                runner.limit_block_cost(choice.cost_of_restoring(below))
         self._restores = Restores(
             runner,
             block_size=config.block_size,
             slice_s=config.decode_slice_ms / 1000,
             count=self._count,
-            choice=choice_for(loaded.model, config, runner.layout),
+            choice=choice,
         )
         self._beams = BeamSearches(
             runner,

@@ -9,6 +9,7 @@ more than predicted either way.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -101,6 +102,17 @@ class RestoreChoice:
             seen = float(np.sqrt(seconds * plan.seconds))
             num_tokens = len(watch.tiers) * self._block_size
             self.costs = fit_restore(self.costs, tier, num_tokens, seen)
+
+    def cost_of_restoring(self, tier: str) -> float:
+        """What a block from `tier` takes, in units of computing a prompt's first block.
+
+        Infinite where that has not been measured.
+        """
+        if self.costs is None:
+            return math.inf
+        chunk, size = self.costs.chunk_size, self._block_size
+        first = self.costs.seconds_to_recompute(0, chunk) * size / chunk
+        return self.costs.seconds_to_restore(tier, size) / first
 
     def computed(self, start: int, stop: int, seconds: float) -> None:
         """A step that computed nothing but these tokens of one prompt took so long."""

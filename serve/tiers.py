@@ -67,6 +67,14 @@ class LowerTiers:
         self._loader = ThreadPoolExecutor(_LOADERS, "octavo-tier-loader")
         self._closed = False
 
+    def keeps_all_of(self, num_blocks: int) -> str | None:
+        """The nearest tier that holds what a device's cache of so many blocks does, if any."""
+        for name, stats in self.stack.stats().items():
+            # A server says nothing of its budget.
+            if not stats.budget_bytes or stats.budget_bytes >= num_blocks * self.stack.block_bytes:
+                return name
+        return None
+
     def distrust(self, distrusted: bool) -> None:
         """Find nothing from now on that is there, nor let others find what will be; or do again."""
         self._salt = secrets.token_bytes(16) if distrusted else b""

@@ -24,7 +24,8 @@ from .meaning import Host, Memory, assert_same
 from .model import Block, Entry, Model
 
 SEATS, BLOCKS, NEW, FILLED, ROWS = 4, 10, 2, 6, 3
-BUDGET, HISTORY, PROTECTED, SLOPE = 4, 16, 3, 0.5
+BUDGET, HISTORY, PROTECTED = 4, 16, 3
+SLOPE, MOST = 0.5, 2.0  # it costs no more from the third block on
 LARGEST, SMALLEST = 2**31 - 1, -(2**31)
 ODD = (-1, -2, 1000, LARGEST, SMALLEST)
 
@@ -72,7 +73,7 @@ class Manager(RuleBasedStateMachine):
 
     @initialize(far=st.booleans(), earlier=st.lists(prompts, max_size=6))
     def begin(self, far: bool, earlier: list[Prompt]) -> None:
-        policy = paged.eviction_policy(self.policy, slope=SLOPE, protected=PROTECTED)
+        policy = paged.eviction_policy(self.policy, slope=SLOPE, most=MOST, protected=PROTECTED)
         state = paged.init_cache(
             BLOCKS, self.size, policy=policy, pin_budget=BUDGET, history_len=HISTORY
         )
@@ -83,6 +84,7 @@ class Manager(RuleBasedStateMachine):
             blocks_per_seq=self.columns,
             policy=self.policy,
             slope=SLOPE,
+            most=MOST,
             protected=PROTECTED,
             pin_budget=BUDGET,
         )

@@ -75,6 +75,7 @@ class Model:
     blocks_per_seq: int
     policy: str = "lru"
     slope: float = 0.0
+    most: float = math.inf
     protected: int = 0
     pin_budget: int = 0
     now: int = 0
@@ -155,7 +156,7 @@ class Model:
                 block.priority = max(block.priority, level)
             worth = 0.0
             for depth, block in reversed(list(enumerate(path))):
-                value = (block.uses + 1) * math.sqrt(1 + self.slope * depth)
+                value = (block.uses + 1) * math.sqrt(min(1 + self.slope * depth, self.most))
                 worth = block.worth = max(worth, value, block.worth)
         for path in reversed(found):
             for block in reversed(path):

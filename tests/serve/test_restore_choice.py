@@ -240,6 +240,26 @@ def test_an_engine_with_tiers_measures_its_machine(tiny: LoadedModel, tmp_path: 
         tiny_engine(tiny, restore_policy="never")
 
 
+def test_eviction_knows_what_restoring_costs_where_all_of_the_device_lies_below(
+    tiny: LoadedModel,
+) -> None:
+    def most(num_blocks: int, host_blocks: int, policy: str = "cost") -> float:
+        gib = host_blocks * BLOCK_BYTES / 2**30
+        engine = tiny_engine(tiny, num_blocks=num_blocks, host_cache_gib=gib, restore_policy=policy)
+        found = float(engine._runner._state.policy.most)
+        choice = engine._restores.choice
+        if choice.costs is not None and host_blocks >= num_blocks:
+            assert found == pytest.approx(choice.cost_of_restoring("host"))
+        engine.reset_cache()
+        assert float(engine._runner._state.policy.most) == found
+        engine.close()
+        return found
+
+    assert 0 < most(24, 100) < np.inf
+    assert most(24, 10) == np.inf  # evicted blocks are hardly there either
+    assert most(24, 100, policy="always") == np.inf
+
+
 def test_a_disk_that_cannot_be_measured_is_thought_to_be_slow(
     tiny: LoadedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
