@@ -2,6 +2,8 @@
 
 What the device holds does not depend on them: whatever becomes of a request, it ends with all its
 blocks published. So they are replayed after it, from the blocks that each request found there.
+(With one exception: an engine with tiers lets its policy `cost` count no block as more than what
+restoring one takes. The replayed device knows of no tiers.)
 
 `SimulatedTiers` is `octavo.paged.tiers.TierStack` without the bytes: the same blocks are in the
 same tiers, in the same order of use. Blocks are symbols of the trace here, and time stands still
