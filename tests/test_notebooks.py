@@ -14,7 +14,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.py"))
 
 
 def test_every_notebook_has_a_test() -> None:
-    names = ["branching", "lora", "own_model", "prefix_reuse"]
+    names = ["branching", "lora", "miss_penalty", "own_model", "prefix_reuse"]
     assert [path.stem for path in NOTEBOOKS] == names
 
 
@@ -29,6 +29,20 @@ def test_the_prefix_is_paid_for_once(capsys: pytest.CaptureFixture[str]) -> None
     assert "another model, adapter, cache type or tenant shares nothing" in out
     prompt, computed = map(int, re.findall(r"^(?:prompt tokens|computed) +(\d+)$", out, re.M))
     assert computed < 0.5 * prompt
+
+
+def test_a_miss_is_paid_and_a_hit_and_a_restore_are_not(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(FOLDER / "miss_penalty.py"))
+    out = capsys.readouterr().out
+    assert "attention of 131,072 tokens: 22.5 PFLOP, a layer 281.5 TFLOP" in out
+    row = r"^ +(\d+) miss +([\d.]+) ms host +([\d.]+) ms hit +([\d.]+) ms$"
+    measured = {int(n): list(map(float, ms)) for n, *ms in re.findall(row, out, re.MULTILINE)}
+    assert list(measured) == [128, 256, 512, 1024]
+    miss, host, hit = measured[1024]
+    assert hit < miss and host < miss
+    assert re.search(r"^predicted miss at 1024: [\d.]+ ms$", out, re.MULTILINE)
+    cached = re.findall(r"^varying tokens \w+: +(\d+) of 528 cached", out, re.MULTILINE)
+    assert list(map(int, cached)) == [512, 0]
 
 
 def test_a_model_of_ones_own_equals_its_unpaged_twin(capsys: pytest.CaptureFixture[str]) -> None:
