@@ -90,8 +90,8 @@ plt.show()
 #
 # A Llama of two layers with random weights, in the engine as it is. Each length is asked for three
 # times: with nothing cached, with the prefix on the device, and with the prefix in host memory
-# alone. The first lengths teach the cost model how fast this machine is; the last one is predicted before
-# it is measured.
+# alone. The first lengths teach the cost model how fast this machine is; the last one is predicted
+# before it is measured.
 
 # %%
 config = LlamaConfig(
