@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -200,8 +201,13 @@ def requirements() -> list[str]:
     return [_LIBTPU, f"jax-cuda13-plugin=={version}", f"jax-cuda13-pjrt=={version}"]
 
 
-def versions() -> dict[str, str]:
-    return {name: metadata.version(name) for name in ("jax", "libtpu", "jax-cuda13-plugin")}
+def versions(search_path: Sequence[Path]) -> dict[str, str]:
+    """Of what compiles, where the compilers may lie in folders of their own."""
+    found = {}
+    for name in ("jax", "libtpu", "jax-cuda13-plugin"):
+        path = [*map(str, search_path), *sys.path]
+        found[name] = next(iter(metadata.distributions(name=name, path=path))).version
+    return found
 
 
 if __name__ == "__main__":

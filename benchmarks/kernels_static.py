@@ -244,6 +244,7 @@ def main() -> int:
     import deviceless
     from static_cases import all_cases
 
+    versions = deviceless.versions(search_path())
     names = [case.name for case in all_cases() if args.match in case.name]
     if args.quick:
         names = [name for name in names if name in QUICK]
@@ -255,7 +256,7 @@ def main() -> int:
     if args.json:
         print(json.dumps(rows))
     elif not args.quick and not args.match and not args.chip:
-        RESULTS.write_text(markdown(rows, deviceless.versions()))
+        RESULTS.write_text(markdown(rows, versions))
         print(f"wrote {RESULTS}")
     problems = missed(rows)
     counts = {s: sum(row["status"] == s for row in rows) for s in ("compiled", "refused", "failed")}
