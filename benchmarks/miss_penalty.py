@@ -43,6 +43,7 @@ from octavo.paged.cost_model import (
     CostModel,
     ModelShape,
     calibrate,
+    fit_hits,
     fit_prefill,
     fit_restore,
     plan_restore,
@@ -232,19 +233,25 @@ def predict(costs: CostModel, length: int, modes: list[str]) -> dict[str, float]
 
 
 def learned(costs: CostModel, rows: list[dict[str, Any]], modes: list[str]) -> CostModel:
-    """What the short lengths teach: a request's own time, FLOP/s, and bandwidths."""
-    short = rows[0]["length"]
-    idle = replace(costs, hardware=replace(costs.hardware, dispatch_seconds=0.0))
-    own = rows[0]["seconds"]["hit"] - idle.seconds_to_first_token(short, short + NEW)
-    own = min(max(own, 0.0), rows[0]["seconds"]["miss"] / 2)
+    """What the short lengths teach: a step's own time, FLOP/s, and bandwidths."""
+    if len(rows) < 2:
+        return costs
+    hits = [(r["length"], r["length"] + NEW, r["seconds"]["hit"]) for r in rows]
+    if hits[-1][2] > hits[0][2]:
+        costs = fit_hits(costs, hits)
+    misses = [(0, r["length"] + NEW, r["seconds"]["miss"]) for r in rows]
+    least = min(seconds / -(-stop // costs.chunk_size) for _, stop, seconds in misses)
+    own = min(costs.hardware.dispatch_seconds, least / 2)
     costs = replace(costs, hardware=replace(costs.hardware, dispatch_seconds=own))
-    fitting = [r for r in rows if r["length"] <= FITTED]
-    costs = fit_prefill(costs, [(0, r["length"] + NEW, r["seconds"]["miss"]) for r in fitting])
-    last = fitting[-1]
+    costs = fit_prefill(costs, misses)
+    first, last = rows[0], rows[-1]
     for tier in set(modes) - {"hit"}:
-        seconds = last["seconds"][tier] - last["seconds"]["hit"]
-        if seconds > 0:
-            costs = fit_restore(costs, tier, last["length"], seconds)
+        seconds = [row["seconds"][tier] - row["seconds"]["hit"] for row in (first, last)]
+        more = seconds[1] - seconds[0]
+        if more > 0:  # what each restore takes beside its bytes hardly counts for long ones
+            costs = fit_restore(costs, tier, last["length"] - first["length"], more)
+        elif seconds[1] > 0:
+            costs = fit_restore(costs, tier, last["length"], seconds[1])
     return costs
 
 
@@ -325,9 +332,9 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3, help="1 from 64K on")
     parser.add_argument("--chunk", type=int, default=512)
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--kv-heads", type=int, default=1)
-    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--remote-cache-url", default="")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--table", type=Path)

@@ -26,6 +26,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Callable
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -62,20 +63,14 @@ class ProgramStore:
         """The program for arguments like these, or None if it is not kept or does not load."""
         path = self._path(name, size, args)
         try:
-            data = path.read_bytes()
+            stat = path.stat()
+            written = stat.st_mtime_ns, stat.st_size
+            return _read(path, written, jax.tree.structure((args, {})))
         except FileNotFoundError:
             return None
         except OSError as error:
             _logger.warning("%s cannot be read, compiling instead: %s", path, error)
             return None
-        try:
-            checksum, body = data[:_CHECKSUM_BYTES], data[_CHECKSUM_BYTES:]
-            if hashlib.sha256(body).digest() != checksum:
-                raise ValueError("it is damaged")
-            executable, results = pickle.loads(zlib.decompress(body))
-            return serialize_executable.deserialize_and_load(
-                executable, jax.tree.structure((args, {})), jax.tree.structure(results)
-            )
         except Exception as error:  # whatever JAX or XLA raise: the program can still be compiled
             _logger.warning("%s does not load, compiling instead: %s", path, error)
             return None
@@ -109,6 +104,23 @@ class ProgramStore:
             others.sort(key=lambda path: path.stat().st_mtime, reverse=True)
             for path in others[_MOST_SETS - 1 :]:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+@lru_cache(maxsize=128)
+def _read(path: Path, written: tuple[int, int], in_tree: Any) -> Callable[..., Any]:
+    """The program in a file of that time and size.
+
+    Engines of one process share it: each copy takes hundreds of memory mappings, of which a
+    process may have 65,530.
+    """
+    data = path.read_bytes()
+    checksum, body = data[:_CHECKSUM_BYTES], data[_CHECKSUM_BYTES:]
+    if hashlib.sha256(body).digest() != checksum:
+        raise ValueError("it is damaged")
+    executable, results = pickle.loads(zlib.decompress(body))
+    return serialize_executable.deserialize_and_load(
+        executable, in_tree, jax.tree.structure(results)
+    )
 
 
 def jax_cache() -> str | None:

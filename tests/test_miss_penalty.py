@@ -11,7 +11,8 @@ import pytest
 
 from .valkey_server import PROGRAM, ValkeyServer
 
-SIZES = "--shortest 32 --longest 128 --repeats 1 --chunk 32 --layers 1 --heads 2 --width 64"
+SIZES = "--shortest 32 --longest 128 --repeats 1 --chunk 32"
+SHAPE = "--layers 1 --heads 2 --kv-heads 1 --width 64"
 
 
 def test_every_state_is_measured_equal_and_predicted(
@@ -19,7 +20,9 @@ def test_every_state_is_measured_equal_and_predicted(
 ) -> None:
     monkeypatch.setattr(miss_penalty, "FITTED", 64)
     files = {"json": tmp_path / "a.json", "table": tmp_path / "a.md", "plot": tmp_path / "a.png"}
-    arguments = SIZES.split() + [text for name in files for text in (f"--{name}", str(files[name]))]
+    arguments = f"{SIZES} {SHAPE}".split() + [
+        text for name in files for text in (f"--{name}", str(files[name]))
+    ]
     modes = ["hit", "host", "disk"]
     server = None
     if PROGRAM is not None:

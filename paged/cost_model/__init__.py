@@ -13,6 +13,7 @@ From the sizes of a model (`ModelShape`, `MODEL_SHAPES`) and of a machine (`Hard
 
 from .calibration import calibrate as calibrate
 from .data_sheets import HARDWARE as HARDWARE
+from .fitting import fit_hits as fit_hits
 from .fitting import fit_prefill as fit_prefill
 from .fitting import fit_restore as fit_restore
 from .hardware import TIERS as TIERS
@@ -55,6 +56,7 @@ __all__ = [
     "calibrate",
     "cost_slope",
     "decode_work",
+    "fit_hits",
     "fit_prefill",
     "fit_restore",
     "head_work",

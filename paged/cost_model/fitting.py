@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from .model import CostModel
-from .work import num_chunks, prefill_work
+from .work import kv_bytes, num_chunks, prefill_work
 
 _SHARE: dict[str, str] = {"host": "link", "disk": "disk", "remote": "remote"}
 
@@ -58,6 +58,37 @@ def fit_prefill(costs: CostModel, measured: Sequence[tuple[int, int, float]]) ->
             memory=efficiency.memory * scale,
         )
     return replace(costs, hardware=replace(costs.hardware, efficiency=efficiency))
+
+
+def fit_hits(costs: CostModel, measured: Sequence[tuple[int, int, float]]) -> CostModel:
+    """The same model with what a short prefill takes by itself, and by the context that it reads.
+
+    Hits that leave few tokens wait for keys and values: how much longer they take behind a longer
+    prefix tells the bandwidth at which these are read, and the rest is each chunk's own.
+
+    Args:
+        costs: what is to be corrected.
+        measured: `(start, stop, seconds)` of hits of one chunk behind prefixes of at least two
+            lengths, one sequence alone.
+
+    Raises:
+        ValueError: fewer were measured, or longer prefixes took no longer.
+    """
+    if len({start for start, _, _ in measured}) < 2:
+        raise ValueError("hits behind two lengths at least tell what a longer one takes")
+    num_bytes = [float(kv_bytes(costs.device_shape, stop)) for _, stop, _ in measured]
+    slope, own = np.polyfit(num_bytes, [seconds for _, _, seconds in measured], 1)
+    if not slope > 0:
+        raise ValueError("hits behind longer prefixes took no longer: measure longer ones")
+    memory = 1 / slope / costs.machine.peak_memory_bytes
+    efficiency = replace(costs.hardware.efficiency, memory=float(memory))
+    hardware = replace(costs.hardware, efficiency=efficiency, dispatch_seconds=0.0)
+    fitted = replace(costs, hardware=hardware)
+    start, stop, _ = measured[0]
+    work = prefill_work(costs.device_shape, start, stop, chunk_size=costs.chunk_size)
+    weights = fitted.seconds_to_recompute(start, stop) - slope * work.kv_bytes
+    own = max(float(own) - float(weights), 0.0)
+    return replace(costs, hardware=replace(hardware, dispatch_seconds=own))
 
 
 def fit_restore(costs: CostModel, tier: str, num_tokens: int, seconds: float) -> CostModel:

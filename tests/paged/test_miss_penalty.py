@@ -11,6 +11,7 @@ from octavo.paged.cost_model import (
     MODEL_SHAPES,
     TIERS,
     CostModel,
+    fit_hits,
     fit_prefill,
     fit_restore,
     kv_bytes,
@@ -202,6 +203,26 @@ def test_one_measured_prefill_is_predicted_exactly_afterwards():
     slow = replace(COSTS, hardware=replace(H200, dispatch_seconds=0.1))
     fitted = fit_prefill(slow, [(0, 1024, 1.5)])
     assert fitted.seconds_to_recompute(0, 1024) == pytest.approx(1.5)
+
+
+def test_measured_hits_tell_what_a_step_takes_and_what_its_context_does():
+    real = with_shares(memory=0.05)
+    real = replace(real, hardware=replace(real.hardware, dispatch_seconds=0.02))
+    spans = [(n, n + 32) for n in (1024, 4096, 16_384)]
+    fitted = fit_hits(COSTS, [(*span, real.seconds_to_recompute(*span)) for span in spans])
+    assert fitted.hardware.efficiency.memory == pytest.approx(0.05, rel=0.01)
+    assert fitted.hardware.dispatch_seconds == pytest.approx(0.02, rel=0.01)
+    for span in (*spans, (100_000, 100_032)):
+        assert fitted.seconds_to_recompute(*span) == pytest.approx(
+            real.seconds_to_recompute(*span), rel=0.01
+        )
+    for measured, words in (
+        ([(10, 20, 1.0)], "two lengths"),
+        ([(10, 20, 1.0), (10, 30, 2.0)], "two lengths"),
+        ([(10, 20, 1.0), (100, 120, 1.0)], "took no longer"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            fit_hits(COSTS, measured)
 
 
 @pytest.mark.parametrize("tier", TIERS)
