@@ -41,7 +41,11 @@ def notes(costs: CostModel, result: MissPenalty) -> list[str]:
             f"{costs.num_devices} × {machine.name} ({si(fit.usable_bytes, 'B')}); {where}. "
             "The figures are what they would be if it did"
         )
-    shares = ", ".join(f"{name} {share:.2f}" for name, share in vars(machine.efficiency).items())
+    shares = ", ".join(
+        f"{name} {share:.2f}"
+        for name, share in vars(machine.efficiency).items()
+        if share is not None
+    )
     lines.append(f"of each peak is reached: {shares}")
     if costs.num_devices > 1:
         lines.append("not counted apart: what devices say to one another lowers the shares reached")

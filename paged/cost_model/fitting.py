@@ -11,16 +11,19 @@ import numpy as np
 from .model import CostModel
 from .work import kv_bytes, num_chunks, prefill_work
 
+# Least ratio of the singular values by which matrices and attention are told apart.
+_TOLD_APART = 0.2
 _SHARE: dict[str, str] = {"host": "link", "disk": "disk", "remote": "remote"}
 
 
 def fit_prefill(costs: CostModel, measured: Sequence[tuple[int, int, float]]) -> CostModel:
     """The same model with the shares of FLOP/s that explain measured prefills best.
 
-    From prefills at several depths, the shares of matrices and of attention are told apart by
-    least squares of relative errors. Those whose matrices wait for the weights (hits that leave
-    few tokens) say nothing of FLOP/s and are left out of that; where too few remain, or the two do
-    not come out positive, all of compute and memory is scaled as one.
+    From prefills of very different depths, the shares of matrices and of attention are told apart
+    by least squares of relative errors; from others, that of attention is left as it was. Those
+    whose matrices wait for the weights (hits that leave few tokens) say nothing of FLOP/s and are
+    left out of that; where none remain, or what was measured is sooner than attention alone, all of
+    compute and memory is scaled as one.
 
     Args:
         costs: what is to be corrected.
@@ -44,9 +47,16 @@ def fit_prefill(costs: CostModel, measured: Sequence[tuple[int, int, float]]) ->
             rows.append(ideal / (seconds - overhead))
         scales.append((costs.seconds_to_recompute(start, stop) - overhead) / (seconds - overhead))
     matrix = np.array(rows).reshape(-1, 2)
-    inverse, _, rank, _ = np.linalg.lstsq(matrix, np.ones(len(rows)), rcond=1e-6)
     efficiency = costs.hardware.efficiency
-    if rank == 2 and np.all(inverse > 0):
+    # The better known of the two is believed where they cannot be told apart.
+    inverse = np.array([0.0, 1 / efficiency.attention])
+    told, _, rank, _ = np.linalg.lstsq(matrix, np.ones(len(rows)), rcond=_TOLD_APART)
+    if rank == 2 and np.all(told > 0):
+        inverse = told
+    elif rows:
+        left = 1 - matrix[:, 1] * inverse[1]
+        inverse[0] = matrix[:, 0] @ left / (matrix[:, 0] @ matrix[:, 0])
+    if rows and inverse[0] > 0:
         matmul, attention = (float(1 / share) for share in inverse)
         efficiency = replace(efficiency, matmul=matmul, attention=attention)
     else:
@@ -80,15 +90,14 @@ def fit_hits(costs: CostModel, measured: Sequence[tuple[int, int, float]]) -> Co
     slope, own = np.polyfit(num_bytes, [seconds for _, _, seconds in measured], 1)
     if not slope > 0:
         raise ValueError("hits behind longer prefixes took no longer: measure longer ones")
-    memory = 1 / slope / costs.machine.peak_memory_bytes
-    efficiency = replace(costs.hardware.efficiency, memory=float(memory))
-    hardware = replace(costs.hardware, efficiency=efficiency, dispatch_seconds=0.0)
-    fitted = replace(costs, hardware=hardware)
+    context = float(1 / slope / costs.machine.peak_memory_bytes)
+    efficiency = replace(costs.hardware.efficiency, context=context)
+    idle = replace(costs.hardware, efficiency=efficiency, dispatch_seconds=0.0)
     start, stop, _ = measured[0]
     work = prefill_work(costs.device_shape, start, stop, chunk_size=costs.chunk_size)
-    weights = fitted.seconds_to_recompute(start, stop) - slope * work.kv_bytes
-    own = max(float(own) - float(weights), 0.0)
-    return replace(costs, hardware=replace(hardware, dispatch_seconds=own))
+    seconds = replace(costs, hardware=idle).seconds_to_recompute(start, stop)
+    own = max(float(own) - (float(seconds) - float(slope) * work.kv_bytes), 0.0)
+    return replace(costs, hardware=replace(idle, dispatch_seconds=own))
 
 
 def fit_restore(costs: CostModel, tier: str, num_tokens: int, seconds: float) -> CostModel:

@@ -21,6 +21,8 @@ class Efficiency:
             the kernel alone (arXiv:2407.08608); the default does not count on it.
         memory: of the memory bandwidth. A plain copy reaches about 0.9 on an H100; kernels that
             read weights and blocks reach less.
+        context: of the memory bandwidth, where a prefill chunk reads keys and values before it;
+            None means `memory`. With few queries kernels may reach less.
         link: of the host link. NVIDIA's article on nvbandwidth shows 55.6 of 64 GB/s.
         disk: of the drive's sequential rate, through a file system.
         remote: of the network's rate.
@@ -29,13 +31,15 @@ class Efficiency:
     matmul: float = 0.45
     attention: float = 0.45
     memory: float = 0.8
+    context: float | None = None
     link: float = 0.85
     disk: float = 0.8
     remote: float = 0.8
 
     def __post_init__(self) -> None:
         for spec in fields(self):
-            check_positive(f"efficiency.{spec.name}", getattr(self, spec.name))
+            if spec.name != "context" or self.context is not None:
+                check_positive(f"efficiency.{spec.name}", getattr(self, spec.name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +91,11 @@ class Hardware:
     @property
     def memory_bytes_per_second(self) -> float:
         return self.peak_memory_bytes * self.efficiency.memory
+
+    @property
+    def context_bytes_per_second(self) -> float:
+        share = self.efficiency.context
+        return self.memory_bytes_per_second if share is None else self.peak_memory_bytes * share
 
     @property
     def link_bytes_per_second(self) -> float:

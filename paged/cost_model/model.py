@@ -136,7 +136,8 @@ class CostModel:
         """Seconds of `request_work`: of a miss if nothing is cached, else of a hit."""
         chunks = num_chunks(num_tokens - num_cached, self.chunk_size)
         work = self.request_work(num_cached, num_tokens)
-        return work_seconds(work, self.machine) + chunks * self.hardware.dispatch_seconds
+        seconds = work_seconds(work, self.machine, kv_rate=self.machine.context_bytes_per_second)
+        return seconds + chunks * self.hardware.dispatch_seconds
 
     def decode_work(self, context_len: int, *, num_seqs: int = 1, shared_len: int = 0) -> Work:
         """The work of one decode step: see `octavo.paged.cost_model.decode_work`."""

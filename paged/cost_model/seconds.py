@@ -27,15 +27,17 @@ class RooflinePoint:
     bound_by: str
 
 
-def work_seconds(work: Work, hardware: Hardware) -> Any:
+def work_seconds(work: Work, hardware: Hardware, *, kv_rate: float | None = None) -> Any:
     """Seconds of `work`: matrices and attention one after the other, each the longer of
-    computing and of reading. A float, or an array where the work is one."""
+    computing and of reading, keys and values at `kv_rate` bytes per second if that is another
+    than the memory's. A float, or an array where the work is one."""
     memory = hardware.memory_bytes_per_second
     matmul = larger(
         work.matmul_flops / hardware.matmul_flops_per_second, work.weight_bytes / memory
     )
     attention = larger(
-        work.attention_flops / hardware.attention_flops_per_second, work.kv_bytes / memory
+        work.attention_flops / hardware.attention_flops_per_second,
+        work.kv_bytes / (kv_rate or memory),
     )
     return matmul + attention
 
@@ -55,7 +57,7 @@ def prefill_seconds(
     """
     work = prefill_work(shape, start, stop, chunk_size=chunk_size)
     dispatch = hardware.dispatch_seconds * num_chunks(stop - start, chunk_size)
-    return work_seconds(work, hardware) + dispatch
+    return work_seconds(work, hardware, kv_rate=hardware.context_bytes_per_second) + dispatch
 
 
 def roofline(work: Work, hardware: Hardware) -> RooflinePoint:

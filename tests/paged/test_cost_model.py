@@ -172,7 +172,7 @@ def test_every_size_changes_the_cost():
         value = getattr(hardware, field) / 8
         assert costs(shape, replace(hardware, **{field: value})) != base, field
     for field, value in vars(Efficiency()).items():
-        other = replace(hardware, efficiency=replace(Efficiency(), **{field: value / 8}))
+        other = replace(hardware, efficiency=replace(Efficiency(), **{field: (value or 0.8) / 8}))
         assert costs(shape, other) != base, field
 
 

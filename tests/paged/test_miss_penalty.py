@@ -196,6 +196,17 @@ def test_measured_prefills_tell_matrices_and_attention_apart():
     )
 
 
+def test_prefills_too_alike_to_tell_leave_attention_as_it_was():
+    real = with_shares(matmul=0.3)
+    spans = [(0, 1024), (0, 2048)]
+    noise = (1.02, 0.98)
+    seconds = [real.seconds_to_recompute(*span) * k for span, k in zip(spans, noise, strict=True)]
+    fitted = fit_prefill(COSTS, [(*s, t) for s, t in zip(spans, seconds, strict=True)])
+    was = COSTS.hardware.efficiency.attention
+    assert fitted.hardware.efficiency.attention == pytest.approx(was)
+    assert fitted.hardware.efficiency.matmul == pytest.approx(0.3, rel=0.03)
+
+
 def test_one_measured_prefill_is_predicted_exactly_afterwards():
     for span in ((0, 4096), (4000, 4001)):  # bound by FLOP/s, and by memory
         fitted = fit_prefill(COSTS, [(*span, 1.5)])
@@ -206,11 +217,11 @@ def test_one_measured_prefill_is_predicted_exactly_afterwards():
 
 
 def test_measured_hits_tell_what_a_step_takes_and_what_its_context_does():
-    real = with_shares(memory=0.05)
+    real = with_shares(context=0.05)
     real = replace(real, hardware=replace(real.hardware, dispatch_seconds=0.02))
     spans = [(n, n + 32) for n in (1024, 4096, 16_384)]
     fitted = fit_hits(COSTS, [(*span, real.seconds_to_recompute(*span)) for span in spans])
-    assert fitted.hardware.efficiency.memory == pytest.approx(0.05, rel=0.01)
+    assert fitted.hardware.efficiency.context == pytest.approx(0.05, rel=0.01)
     assert fitted.hardware.dispatch_seconds == pytest.approx(0.02, rel=0.01)
     for span in (*spans, (100_000, 100_032)):
         assert fitted.seconds_to_recompute(*span) == pytest.approx(
