@@ -257,7 +257,9 @@ class BlockRunner:
         for request in requests:
             request.num_published = max(request.num_published, request.num_computed // size)
 
-    def put_blocks(self, request: Request, first: int, count: int, blocks: np.ndarray) -> None:
+    def put_blocks(
+        self, request: Request, first: int, count: int, blocks: np.ndarray | jax.Array
+    ) -> None:
         """Overwrite a request's own blocks from column `first` on; see `LowerTiers.put`."""
         assert self.tiers is not None
         self._kv_cache = self.tiers.put(

@@ -23,6 +23,7 @@ from .program import Program
 from .programs import KVCache, bucket_for
 from .request import Request
 from .rows import seat_of
+from .staging import Staging
 
 # What one transfer moves at most: enough to be worth a dispatch, little enough to lie about.
 _BATCH_BYTES = 1 << 26
@@ -61,8 +62,9 @@ class LowerTiers:
             f"jax-{jax.__version__} deterministic={config.deterministic}"
         )
         self._salt = b""
-        self._pack = Program("pack", pack, donate=())
-        self._unpack = Program("unpack", unpack, donate=(0,))
+        self._staging = Staging.of(device)
+        self._pack = Program("pack", pack, donate=(), settings=self._staging)
+        self._unpack = Program("unpack", unpack, donate=(0,), settings=self._staging)
         self.programs = (self._pack, self._unpack)
         self._loader = ThreadPoolExecutor(_LOADERS, "octavo-tier-loader")
         self._closed = False
@@ -152,7 +154,8 @@ class LowerTiers:
         size = bucket_for(len(keys), self._sizes)
         out = np.empty((size, self.stack.block_bytes), np.uint8)
         sources = self.stack.load(keys, tokens, out)
-        return out.view(self._dtype).reshape(size, *self._block_shape), sources
+        blocks = out.view(self._dtype).reshape(size, *self._block_shape)
+        return self._staging.staged(blocks), sources
 
     def put(
         self,
@@ -161,7 +164,7 @@ class LowerTiers:
         request: Request,
         first: int,
         count: int,
-        blocks: np.ndarray,
+        blocks: np.ndarray | jax.Array,
     ) -> KVCache:
         """The cache with the first `count` of `blocks: [n, L, K, B, ROW]` in a request's table.
 
@@ -184,7 +187,7 @@ class LowerTiers:
         warmups: list[tuple[str, Callable[[], object]]] = []
         for size in reversed(self._sizes):
             some = np.zeros(size, np.int32)
-            blocks = jax.ShapeDtypeStruct((size, *self._block_shape), self._dtype)
+            blocks = self._staging.like((size, *self._block_shape), self._dtype)
             calls = (
                 (self._pack, (some, some, number)),
                 (self._unpack, (number, number, number, blocks)),
@@ -213,6 +216,7 @@ def _tiers(config: EngineConfig, block_bytes: int) -> list[Tier]:
 
 
 def pack(
+    staging: Staging,
     kv_cache: KVCache,
     block_ids: jax.Array,
     seats: jax.Array,
@@ -222,10 +226,11 @@ def pack(
     """The first `count` of the blocks at `seats, columns: int32[n]`, `[n, L, K, B, ROW]`."""
     live = jnp.arange(seats.shape[0], dtype=jnp.int32) < count
     ids = jnp.where(live, block_ids[seats, columns], NULL_BLOCK)
-    return jnp.stack([gather_blocks(layer, ids) for layer in kv_cache], axis=1)
+    return staging.out(jnp.stack([gather_blocks(layer, ids) for layer in kv_cache], axis=1))
 
 
 def unpack(
+    staging: Staging,
     kv_cache: KVCache,
     block_ids: jax.Array,
     seat: jax.Array,
@@ -237,4 +242,5 @@ def unpack(
     place = jnp.arange(blocks.shape[0], dtype=jnp.int32)
     column = jnp.minimum(first + place, block_ids.shape[1] - 1)
     ids = jnp.where(place < count, block_ids[seat, column], NULL_BLOCK)
+    blocks = staging.into(blocks)
     return tuple(scatter_blocks(layer, ids, blocks[:, i]) for i, layer in enumerate(kv_cache))

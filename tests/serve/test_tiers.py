@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from octavo import paged
 from octavo.models import LoadedModel
@@ -22,6 +24,7 @@ from octavo.serve import BeamSearchParams, Completion, Engine, EngineConfig, Sam
 from octavo.serve.api import create_app
 from octavo.serve.async_engine import AsyncEngine
 from octavo.serve.metrics import ServerMetrics
+from octavo.serve.staging import Staging
 
 from .test_lifecycle import other_weights
 from .tiny import tiny_adapter, tiny_engine, tiny_model
@@ -225,6 +228,46 @@ def test_pins_over_the_budget_of_the_device_are_kept_below(tiny: LoadedModel, co
     engine.unpin(prompt(8))
     assert engine.stats().tiers["host"].pinned == 0
     engine.check_invariants()
+    engine.close()
+
+
+def test_blocks_pass_through_page_locked_memory_where_a_device_has_it(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch, cold
+) -> None:
+    device = jax.devices()[0]
+    assert Staging.of(device).host is None  # the device is the host
+    here = SingleDeviceSharding(device)
+    pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
+    monkeypatch.setattr(Staging, "of", lambda _: Staging(host=pinned, device=here))
+    engine = tiered(tiny, host=100)
+    found = engine._runner.tiers
+    assert found is not None
+    kinds = []
+    save, load = found.stack.save, found._load
+    monkeypatch.setattr(
+        found.stack,
+        "save",
+        lambda keys, tokens, packed: (
+            kinds.append(packed.sharding.memory_kind),
+            save(keys, tokens, packed),
+        ),
+    )
+
+    def loaded(*args):
+        blocks, sources = load(*args)
+        assert isinstance(blocks, jax.Array)
+        kinds.append(blocks.sharding.memory_kind)
+        return blocks, sources
+
+    monkeypatch.setattr(found, "_load", loaded)
+    one(engine, prompt(0))
+    bits = kept(engine, prompt(0))
+    evict(engine)
+    answer = one(engine, prompt(0))
+    assert (answer.num_cached_tokens, answer.token_ids) == (96, cold(prompt(0)).token_ids)
+    np.testing.assert_array_equal(kept(engine, prompt(0)), bits)
+    assert set(kinds) == {"pinned_host"} and len(kinds) > 2
+    assert engine._runner._kv_cache[0].sharding.memory_kind == here.memory_kind
     engine.close()
 
 
