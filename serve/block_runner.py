@@ -25,7 +25,7 @@ from .layout import CacheLayout
 from .model_shape import shape_of
 from .prefix_lens import PrefixLens
 from .program import Program
-from .programs import KVCache
+from .programs import KVCache, bucket_for
 from .request import Request
 from .rows import seat_of
 from .seats import SeatParams, init_seats, no_params, params_of
@@ -48,10 +48,6 @@ class BlockRunner:
     def __init__(self, model: LlamaConfig, config: EngineConfig, layout: CacheLayout):
         self.layout = layout
         self._model, self._config = model, config
-        # Blocks that fill in one step, and one for each sequence that does not.
-        self._max_filled = -(-config.max_num_batched_tokens // config.block_size) + (
-            config.max_num_seqs * (1 + -(-config.max_decode_steps // config.block_size))
-        )
         num_blocks = self.layout.shape[0]
         self._kv_cache = init_kv_cache(model.num_layers, self.layout.shape, self.layout.dtype)
         self.num_unpinned_blocks = num_blocks - 1 - self._pin_budget()
@@ -72,6 +68,12 @@ class BlockRunner:
         self._copy_tails = Program("copy tails", block_programs.copy, donate=(0,))
         self._stats = Program("stats", paged.stats, donate=())
         self.tiers = LowerTiers(model, config, layout) if config.has_lower_tiers else None
+        # Blocks that fill in one step, and one for each sequence that does not; and of a restore.
+        filled = -(-config.max_num_batched_tokens // config.block_size) + (
+            config.max_num_seqs * (1 + -(-config.max_decode_steps // config.block_size))
+        )
+        restored = filled if self.tiers is None else max(filled, self.tiers.batch_blocks)
+        self._publish_sizes = tuple(sorted({filled, restored}))
         self.prefix_lens = PrefixLens(self.layout, config.block_size, 4 * config.max_num_seqs)
         # Seldom called, and for few sizes: compiled when they are.
         self._pin = jax.jit(paged.pin_tokens, donate_argnums=0)
@@ -239,15 +241,17 @@ class BlockRunner:
         ]
         # Those of one request side by side.
         entries.sort(key=lambda entry: seat_of(entry[0]))
-        for first in range(0, len(entries), self._max_filled):
-            part = entries[first : first + self._max_filled]
-            filled = self._no_filled_blocks()
+        most = self._publish_sizes[-1]
+        for first in range(0, len(entries), most):
+            part = entries[first : first + most]
+            num_rows = bucket_for(len(part), self._publish_sizes)
+            filled = self._no_filled_blocks(num_rows)
             for i, (request, c, count) in enumerate(part):
                 filled.seat[i], filled.column[i] = seat_of(request), c
                 filled.num_tokens[i], filled.namespace[i] = count, request.namespace
                 filled.tokens[i, :count] = request.tokens[c * size : c * size + count]
             self._state, self._tables, ok = self._publish(
-                1, self._state, self._tables, filled, np.int32(len(part))
+                num_rows, self._state, self._tables, filled, np.int32(len(part))
             )
             if not bool(ok):
                 raise paged.InvariantViolation("blocks that have just been filled were refused")
@@ -322,13 +326,15 @@ class BlockRunner:
             (self._fork, (self._history, self._params, *self._no_forks(), seeds)),
             (self._hold, (seat, seat, num)),
             (self._copy_on_write, self._no_forks()),
-            (self._publish, (self._no_filled_blocks(), num)),
             (self._release, (seat,)),
         ]
         warmups: list[tuple[str, Callable[[], object]]] = [
             (program.name, partial(program.compile, 1, self._state, self._tables, *args))
             for program, args in manager
         ]
+        for num_rows in self._publish_sizes:
+            args = num_rows, self._state, self._tables, self._no_filled_blocks(num_rows), num
+            warmups.append((f"publish of {num_rows} blocks", partial(self._publish.compile, *args)))
         warmups += [(self._stats.name, partial(self._stats.compile, 1, self._state))]
         warmups += [
             (program.name, partial(program.compile, 1, self._kv_cache, _no_copies(num_copies)))
@@ -364,9 +370,9 @@ class BlockRunner:
         first, second = np.zeros((2, self._config.max_num_seqs), np.int32)
         return first, second, np.zeros(self._config.max_num_seqs, bool)
 
-    def _no_filled_blocks(self) -> paged.FilledBlocks:
-        seat, column, num_tokens, namespace = np.zeros((4, self._max_filled), np.int32)
-        tokens = np.zeros((self._max_filled, self._config.block_size), np.int32)
+    def _no_filled_blocks(self, num_rows: int) -> paged.FilledBlocks:
+        seat, column, num_tokens, namespace = np.zeros((4, num_rows), np.int32)
+        tokens = np.zeros((num_rows, self._config.block_size), np.int32)
         return paged.FilledBlocks(
             seat=seat, column=column, tokens=tokens, num_tokens=num_tokens, namespace=namespace
         )

@@ -571,7 +571,7 @@ def test_a_long_random_story_gets_the_cold_answers(engine: Engine, cold) -> None
 def test_all_programs_are_compiled_ahead(tiny: LoadedModel) -> None:
     engine = tiered(tiny, host=100)
     count = engine.warmup()
-    assert count == engine.num_programs == 2 + 3 + 10 + 4
+    assert count == engine.num_programs == 2 + 3 + 10 + 5
     one(engine, prompt(0))
     evict(engine)
     assert one(engine, prompt(0)).num_cached_tokens == 96
