@@ -97,6 +97,11 @@ class Restores:
 
     def end(self, request: Request) -> None:
         """Give up what a request has not got yet, if anything."""
+        self._look_at_watched()
+        self._watched = [(other, watch) for other, watch in self._watched if other is not request]
+        self._stop(request)
+
+    def _stop(self, request: Request) -> None:
         restore, request.restore = request.restore, None
         if restore is not None:
             self._num_loads -= len(restore.loads)
@@ -142,14 +147,12 @@ class Restores:
                 wait(futures, timeout=seconds, return_when=FIRST_COMPLETED)
 
     def _look_at_watched(self) -> None:
-        """Note what has been computed by choice, or will not be."""
-        still = []
-        for request, watch in self._watched:
-            if request.seat is not None and request.num_computed < watch.stop_token:
-                still.append((request, watch))
-            elif request.num_computed >= watch.stop_token:
-                self.choice.carried_out(watch)
-        self._watched = still
+        """Note what has been computed by choice."""
+        done = [w for request, w in self._watched if request.num_computed >= w.stop_token]
+        for watch in done:
+            self.choice.carried_out(watch)
+        if done:
+            self._watched = [(request, w) for request, w in self._watched if w not in done]
 
     def _read_ahead(self, restoring: Sequence[Request]) -> None:
         """Let more be read; at least one batch for everybody, so that nobody waits for ever."""
@@ -201,7 +204,7 @@ class Restores:
                 self._count["prefix_hit_tokens"] += gained
                 self._count["external_hit_tokens"] += gained
         if restore.is_over:
-            self.end(request)
+            self._stop(request)
             if request.num_computed >= restore.watch.stop_token:
                 self.choice.carried_out(restore.watch)
 

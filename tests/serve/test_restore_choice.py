@@ -67,10 +67,10 @@ def one(engine: Engine, tokens: list[int], params: SamplingParams = GREEDY) -> C
     return engine.generate([tokens], params)[0]
 
 
-def evict(engine: Engine, seed: int = 1000) -> None:
-    engine.generate([prompt(seed, 150)], GREEDY)
-    engine.generate([prompt(seed + 1, 150)], GREEDY)
+def evict(engine: Engine) -> None:
+    """Leave nothing on the device; the tiers keep what they have."""
     tiers_of(engine).stack.flush()
+    engine._runner.reset_cache(keep_pinned=False)
 
 
 def tiers_of(engine: Engine):
@@ -136,6 +136,22 @@ def test_what_is_computed_sooner_is_computed(engine: Engine, cold: Completion) -
     assert choice.stats.num_recomputed == 1
 
 
+def test_a_choice_is_counted_once_however_the_request_goes_on(engine: Engine) -> None:
+    choice = decide(engine, link=1.0, flops=1e15)
+    ended: list[object] = []
+    note = choice.carried_out
+    choice.carried_out = lambda watch: (ended.append(watch), note(watch))  # type: ignore[method-assign]
+    one(engine, prompt(0), SamplingParams(temperature=0, max_tokens=1))  # it ends with its prefill
+    assert len(ended) == 1
+    evict(engine)
+    name = engine.add_request(prompt(0), GREEDY)
+    engine.step()
+    (request,) = engine._scheduler.running
+    engine._preempt(request)  # with most of its prompt still to compute
+    evicted = engine.collect([name])
+    assert len(evicted) == 1 and len(ended) == 2
+
+
 def test_a_choice_that_turns_out_wrong_is_regretted(engine: Engine) -> None:
     choice = decide(engine, link=1e15, flops=1e18)
     assert choice.costs is not None
@@ -198,7 +214,7 @@ def test_a_split_that_is_broken_off_leaves_nothing(
 def test_a_beam_search_takes_all_of_it_or_nothing(engine: Engine) -> None:
     params = BeamSearchParams(beam_width=2, max_tokens=4, ignore_eos=True)
     wanted = [answer.token_ids for answer in engine.beam_search(prompt(0), params)]
-    evict(engine, 2000)
+    evict(engine)
     choice = split(engine)
     answers = engine.beam_search(prompt(0), params)
     assert [answer.token_ids for answer in answers] == wanted
