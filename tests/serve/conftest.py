@@ -13,11 +13,15 @@ import openai
 import pytest
 import uvicorn
 
-from octavo.serve import Engine, EngineConfig
+from octavo.models import LoadedModel
+from octavo.serve import Completion, Engine, EngineConfig, tiers
 from octavo.serve.api import create_app
 from octavo.serve.async_engine import AsyncEngine
 from octavo.serve.metrics import ServerMetrics
 from octavo.serve.outputs import EngineStats
+
+from .tiered import SIZES, one, tiered
+from .tiny import tiny_engine, tiny_model
 
 MODEL = "smollm2"
 # Small, so that few programs are compiled.
@@ -91,6 +95,46 @@ def client(server) -> Iterator[openai.OpenAI]:
         http_client=openai.DefaultHttpxClient(trust_env=False),
     ) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def tiny(smollm2: LoadedModel) -> LoadedModel:
+    """A model of two small layers, with random weights and a real tokenizer."""
+    return tiny_model(smollm2)
+
+
+@pytest.fixture(scope="module")
+def unshared(tiny: LoadedModel) -> Engine:
+    """An engine of the small model that shares nothing."""
+    return tiny_engine(tiny, **(SIZES | {"enable_prefix_caching": False, "num_blocks": 100}))
+
+
+@pytest.fixture(scope="module")
+def cold(unshared: Engine) -> Callable[[list[int]], Completion]:
+    """What a request gets there."""
+    return lambda prompt: one(unshared, prompt)
+
+
+@pytest.fixture(scope="module")
+def shared_tiers(tiny: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """An engine with host memory and a disk below it."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(tiers, "_BATCH_BLOCKS", 4)  # so that a prompt is several batches
+    engine = tiered(tiny, host=200, disk=tmp_path_factory.mktemp("blocks"))
+    patch.undo()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def tiered_engine(shared_tiers: Engine) -> Iterator[Engine]:
+    """The same, empty; nothing may leak from it."""
+    shared_tiers.reset_cache(disk=True)
+    yield shared_tiers
+    stats = shared_tiers.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_active_blocks) == (0, 0, 0)
+    assert shared_tiers._restores._num_loads == 0
+    shared_tiers.check_invariants()
 
 
 @pytest.fixture

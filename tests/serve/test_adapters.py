@@ -15,14 +15,9 @@ from flax import nnx
 from octavo.models import Llama, LoadedModel, LoraAdapter, save_adapter
 from octavo.serve import BeamSearchParams, Engine, InvalidRequest, NoAdapterSlot, SamplingParams
 
-from .tiny import RANK, SIZE, SLOTS, lora_engine, tiny_adapter, tiny_engine, tiny_model
+from .tiny import RANK, SIZE, SLOTS, lora_engine, tiny_adapter, tiny_engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def tiny(smollm2: LoadedModel) -> LoadedModel:
-    return tiny_model(smollm2)
 
 
 @pytest.fixture(scope="module")

@@ -15,14 +15,9 @@ from octavo.serve.async_engine import AsyncEngine
 
 from .conftest import MODEL, serve_in_thread
 from .test_cli import run
-from .tiny import SLOTS, lora_engine, tiny_adapter, tiny_model
+from .tiny import SLOTS, lora_engine, tiny_adapter
 
 PROMPT = list(range(100, 140))
-
-
-@pytest.fixture(scope="module")
-def tiny(smollm2: LoadedModel) -> LoadedModel:
-    return tiny_model(smollm2)
 
 
 @pytest.fixture(scope="module")

@@ -11,15 +11,10 @@ from octavo.models import LoadedModel
 from octavo.serve import BeamSearchParams, Engine, InvalidRequest, SamplingParams
 from octavo.serve.beam_search import Beam, BeamSelection
 
-from .tiny import tiny_engine, tiny_model
+from .tiny import tiny_engine
 
 WIDE = BeamSearchParams(beam_width=4, max_tokens=20, num_return_sequences=4, ignore_eos=True)
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def tiny(smollm2: LoadedModel) -> LoadedModel:
-    return tiny_model(smollm2)
 
 
 @pytest.fixture(scope="module")

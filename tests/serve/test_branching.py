@@ -14,11 +14,6 @@ BLOCK = 8
 LENGTHS = {"under-a-block": 5, "whole-blocks": 40, "with-a-tail": 83}
 
 
-@pytest.fixture(scope="module")
-def tiny(smollm2: LoadedModel) -> LoadedModel:
-    return tiny_model(smollm2)
-
-
 def prompt(seed: int, length: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, 49152, length).tolist()
 

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from octavo.models import LoadedModel
 from octavo.serve import SamplingParams
 
-from .tiny import tiny_engine, tiny_model
-
-
-@pytest.fixture(scope="module")
-def tiny(smollm2: LoadedModel) -> LoadedModel:
-    return tiny_model(smollm2)
+from .tiny import tiny_engine
 
 
 def test_sequences_that_share_prefixes_decode_the_same_tokens(tiny: LoadedModel) -> None:

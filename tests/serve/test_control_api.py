@@ -18,7 +18,7 @@ from octavo.serve.api import create_app
 from octavo.serve.async_engine import AsyncEngine
 from octavo.serve.draining_server import DrainingServer
 
-from .tiny import tiny_engine, tiny_model
+from .tiny import tiny_engine
 
 TEXT = "A quick brown fox jumps over the lazy dog, and then does it again. " * 3
 ONE = {"model": "tiny", "prompt": TEXT, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
@@ -63,11 +63,6 @@ def serving(
             thread.join()
     assert engine.stats().num_active_blocks == 0
     engine.check_invariants()
-
-
-@pytest.fixture(scope="module")
-def tiny(smollm2: LoadedModel) -> LoadedModel:
-    return tiny_model(smollm2)
 
 
 @pytest.fixture(scope="module")

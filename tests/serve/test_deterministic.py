@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from octavo.models import LoadedModel
 from octavo.serve import Completion, Engine, SamplingParams
 
-from .tiny import tiny_engine, tiny_model
+from .tiny import tiny_engine
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=20)
-
-
-@pytest.fixture(scope="module")
-def tiny(smollm2: LoadedModel) -> LoadedModel:
-    return tiny_model(smollm2)
 
 
 def deterministic(tiny: LoadedModel, **settings) -> Engine:

@@ -11,17 +11,12 @@ from octavo.models import LoadedModel
 from octavo.paged import POLICIES, PinBudgetExceeded
 from octavo.serve import Engine, EngineConfig, InvalidRequest, SamplingParams
 
-from .tiny import tiny_engine, tiny_model
+from .tiny import tiny_engine
 
 # Blocks of eight tokens: room for two or three of the requests below. Engines of one size share
 # compiled programs, so there are only two sizes here.
 SMALL_POOL = 25
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def tiny(smollm2: LoadedModel) -> LoadedModel:
-    return tiny_model(smollm2)
 
 
 @pytest.fixture(scope="module")

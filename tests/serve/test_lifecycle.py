@@ -13,15 +13,10 @@ from flax import nnx
 from octavo.models import Llama, LoadedModel
 from octavo.serve import Engine, EngineBusy, EngineDraining, SamplingParams
 
-from .tiny import tiny_engine, tiny_model
+from .tiny import tiny_engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPT = np.random.default_rng(0).integers(0, 49152, 60).tolist()
-
-
-@pytest.fixture(scope="module")
-def tiny(smollm2: LoadedModel) -> LoadedModel:
-    return tiny_model(smollm2)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from octavo.serve import Engine, InvalidRequest, SamplingParams
 from octavo.serve.logit_edits import edit_logits
 from octavo.serve.seats import SeatParams, no_params
 
-from .tiny import tiny_engine, tiny_model
+from .tiny import tiny_engine
 
 V, W = 40, 24
 
@@ -83,11 +83,6 @@ def test_logits_change_as_defined_and_only_where_asked(num_tokens: int) -> None:
 
 
 A, B = 1000, 2000
-
-
-@pytest.fixture(scope="module")
-def tiny(smollm2: LoadedModel) -> LoadedModel:
-    return tiny_model(smollm2)
 
 
 @pytest.fixture(scope="module")

@@ -16,12 +16,7 @@ from octavo.serve.logprob_bodies import ChatLogprobs, CompletionLogprobs
 from octavo.serve.outputs import Logprob
 
 from .conftest import MODEL, Served, serve_in_thread
-from .tiny import assert_logprob, next_tokens, tiny_engine, tiny_model
-
-
-@pytest.fixture(scope="module")
-def tiny(smollm2: LoadedModel) -> LoadedModel:
-    return tiny_model(smollm2)
+from .tiny import assert_logprob, next_tokens, tiny_engine
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from octavo.serve.kept_programs import keep_compiled_programs
 from octavo.serve.program import Program
 from octavo.serve.program_store import ProgramStore
 
-from .tiny import tiny_engine, tiny_model
+from .tiny import tiny_engine
 
 SMALL = {"max_num_seqs": 1, "max_num_batched_tokens": 16}
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -37,11 +37,6 @@ def no_jax_cache() -> Iterator[None]:
     yield
     jax.config.update("jax_compilation_cache_dir", chosen)
     compilation_cache.reset_cache()
-
-
-@pytest.fixture(scope="module")
-def tiny(smollm2: LoadedModel) -> LoadedModel:
-    return tiny_model(smollm2)
 
 
 def answer(engine: Engine) -> list[int]:

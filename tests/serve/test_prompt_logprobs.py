@@ -14,12 +14,7 @@ from octavo.serve.async_engine import AsyncEngine
 from octavo.serve.outputs import Logprobs
 
 from .conftest import MODEL, serve_in_thread
-from .tiny import assert_logprob, next_tokens, tiny_engine, tiny_model
-
-
-@pytest.fixture(scope="module")
-def tiny(smollm2: LoadedModel) -> LoadedModel:
-    return tiny_model(smollm2)
+from .tiny import assert_logprob, next_tokens, tiny_engine
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -22,22 +22,10 @@ from octavo.serve.restore_choice import RestoreChoice
 
 from ..valkey_server import ValkeyServer
 from .test_cli import run
-from .test_tiers import GREEDY, SIZES, evict, kept, one, prompt, stack_of
-from .tiny import tiny_adapter, tiny_engine, tiny_model
+from .tiered import GREEDY, SIZES, evict, kept, one, prompt, stack_of
+from .tiny import tiny_adapter, tiny_engine
 
 NUM_ENGINES = 2
-
-
-@pytest.fixture(scope="module")
-def tiny(smollm2: LoadedModel) -> LoadedModel:
-    return tiny_model(smollm2)
-
-
-@pytest.fixture(scope="module")
-def cold(tiny: LoadedModel) -> Callable[[list[int]], Completion]:
-    """What a request gets where nothing is ever shared."""
-    engine = tiny_engine(tiny, **(SIZES | {"enable_prefix_caching": False, "num_blocks": 100}))
-    return lambda prompt: one(engine, prompt)
 
 
 @pytest.fixture(scope="module")

@@ -17,17 +17,10 @@ from octavo.serve.model_shape import shape_of
 from octavo.serve.outputs import RestoreStats
 from octavo.serve.restore_choice import RestoreChoice, choice_for
 
-from .tiny import tiny_engine, tiny_model
+from .tiered import BLOCK_GIB, GREEDY, SIZE, one, prompt, stack_of
+from .tiny import tiny_engine
 
-SIZE = 8
-BLOCK_BYTES = 2 * 2 * SIZE * 32 * 4  # two layers, two heads, rows of 32, float32
-GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-LONG = 100
-
-
-@pytest.fixture(scope="module")
-def tiny(smollm2: LoadedModel) -> LoadedModel:
-    return tiny_model(smollm2)
+LONG = 100  # tokens of `prompt(0)`
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +30,7 @@ def shared(tiny: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Itera
         num_blocks=24,
         max_model_len=160,
         max_decode_steps=4,
-        host_cache_gib=200 * BLOCK_BYTES / 2**30,
+        host_cache_gib=200 * BLOCK_GIB,
         disk_cache_dir=str(tmp_path_factory.mktemp("blocks")),
         disk_cache_gib=0.1,
     )
@@ -59,24 +52,10 @@ def engine(shared: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     shared.check_invariants()
 
 
-def prompt(seed: int, length: int = LONG) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 49152, length).tolist()
-
-
-def one(engine: Engine, tokens: list[int], params: SamplingParams = GREEDY) -> Completion:
-    return engine.generate([tokens], params)[0]
-
-
 def evict(engine: Engine) -> None:
     """Leave nothing on the device; the tiers keep what they have."""
-    tiers_of(engine).stack.flush()
+    stack_of(engine).flush()
     engine._runner.reset_cache(keep_pinned=False)
-
-
-def tiers_of(engine: Engine):
-    found = engine._runner.tiers
-    assert found is not None
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -103,11 +82,11 @@ def decide(engine: Engine, *, link: float, flops: float = 1e9, disk: float = 1e1
 
 def split(engine: Engine) -> RestoreChoice:
     """Let an engine compute a part of the 12 blocks, and read the rest from disk meanwhile."""
-    tiers_of(engine).stack.clear(["host"])
+    stack_of(engine).clear(["host"])
     choice = decide(engine, link=1e15)
     assert choice.costs is not None
     recompute = choice.costs.seconds_to_recompute(0, 12 * SIZE)
-    rate = 12 * BLOCK_BYTES / recompute  # as long as computing all of them
+    rate = 12 * BLOCK_GIB * 2**30 / recompute  # as long as computing all of them
     return decide(engine, link=1e15, disk=rate / HARDWARE["h100"].efficiency.disk)
 
 
@@ -260,7 +239,7 @@ def test_eviction_knows_what_restoring_costs_where_all_of_the_device_lies_below(
     tiny: LoadedModel,
 ) -> None:
     def most(num_blocks: int, host_blocks: int, policy: str = "cost") -> float:
-        gib = host_blocks * BLOCK_BYTES / 2**30
+        gib = host_blocks * BLOCK_GIB
         engine = tiny_engine(tiny, num_blocks=num_blocks, host_cache_gib=gib, restore_policy=policy)
         found = float(engine._runner._state.policy.most)
         choice = engine._restores.choice

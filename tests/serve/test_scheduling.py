@@ -13,17 +13,12 @@ from octavo.serve import Engine, InvalidRequest, SamplingParams, deadlines
 from octavo.serve.outputs import RequestOutput
 from octavo.serve.request import Request
 
-from .tiny import tiny_engine, tiny_model
+from .tiny import tiny_engine
 
 # As in test_engine.py: engines of one size share compiled programs. 24 blocks of 8 tokens.
 SMALL_POOL = 25
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def tiny(smollm2: LoadedModel) -> LoadedModel:
-    return tiny_model(smollm2)
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,7 @@ from octavo.models import LoadedModel
 from octavo.serve import SamplingParams
 from octavo.serve.speculation import may_propose, propose
 
-from .tiny import tiny_engine, tiny_model
-
-
-@pytest.fixture(scope="module")
-def tiny(smollm2: LoadedModel) -> LoadedModel:
-    return tiny_model(smollm2)
+from .tiny import tiny_engine
 
 
 @pytest.mark.parametrize(

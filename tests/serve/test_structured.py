@@ -21,7 +21,7 @@ from octavo.serve.grammars import Grammars
 from octavo.serve.token_masks import TokenMasks, mask_logits
 
 from .conftest import MODEL, Served, serve_in_thread
-from .tiny import tiny_engine, tiny_model
+from .tiny import tiny_engine
 
 PERSON = {
     "type": "object",
@@ -40,11 +40,6 @@ SCHEMAS = [
     {"enum": ["red", "green", 3, None, {"a": [1]}]},
     {"type": "string", "pattern": "^[0-9]{4}-[0-9]{2}$"},
 ]
-
-
-@pytest.fixture(scope="module")
-def tiny(smollm2: LoadedModel) -> LoadedModel:
-    return tiny_model(smollm2)
 
 
 @pytest.fixture(scope="module")

@@ -4,121 +4,43 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from octavo import paged
 from octavo.models import LoadedModel
 from octavo.paged import PinBudgetExceeded
-from octavo.serve import BeamSearchParams, Completion, Engine, EngineConfig, SamplingParams, tiers
+from octavo.serve import BeamSearchParams, Completion, Engine, EngineConfig, SamplingParams
 from octavo.serve.api import create_app
 from octavo.serve.async_engine import AsyncEngine
 from octavo.serve.metrics import ServerMetrics
 from octavo.serve.staging import Staging
 
 from .test_lifecycle import other_weights
-from .tiny import tiny_adapter, tiny_engine, tiny_model
-
-SIZE = 8
-BLOCK_GIB = 2 * 2 * SIZE * 32 * 4 / 2**30  # two layers, two heads, rows of 32, float32
-SIZES = {
-    "num_blocks": 24,
-    "block_size": SIZE,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 32,
-    "max_model_len": 160,
-    "max_decode_steps": 4,
-}
-GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def tiny(smollm2: LoadedModel) -> LoadedModel:
-    return tiny_model(smollm2)
-
-
-@pytest.fixture(scope="module")
-def unshared(tiny: LoadedModel) -> Engine:
-    return tiny_engine(tiny, **(SIZES | {"enable_prefix_caching": False, "num_blocks": 100}))
-
-
-@pytest.fixture(scope="module")
-def cold(unshared: Engine) -> Callable[[list[int]], Completion]:
-    """What a request gets where nothing is ever shared."""
-    return lambda prompt: unshared.generate([prompt], GREEDY)[0]
-
-
-def tiered(tiny: LoadedModel, *, host: int = 0, disk: Path | None = None, **config) -> Engine:
-    folder = "" if disk is None else str(disk)
-    own = {"host_cache_gib": host * BLOCK_GIB, "disk_cache_dir": folder, "disk_cache_gib": 0.1}
-    return tiny_engine(tiny, **(SIZES | own | config))
-
-
-@pytest.fixture(scope="module")
-def shared(tiny: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    patch = pytest.MonkeyPatch()
-    patch.setattr(tiers, "_BATCH_BLOCKS", 4)  # so that a prompt is several batches
-    engine = tiered(tiny, host=200, disk=tmp_path_factory.mktemp("blocks"))
-    patch.undo()
-    yield engine
-    engine.close()
+from .tiered import (
+    BLOCK_GIB,
+    GREEDY,
+    evict,
+    from_tiers,
+    kept,
+    one,
+    prompt,
+    stack_of,
+    tiered,
+)
+from .tiny import tiny_adapter
 
 
 @pytest.fixture
-def engine(shared: Engine) -> Iterator[Engine]:
-    """An empty engine with both tiers that nothing may leak from."""
-    shared.reset_cache(disk=True)
-    yield shared
-    stats = shared.stats()
-    assert (stats.num_running, stats.num_waiting, stats.num_active_blocks) == (0, 0, 0)
-    assert shared._restores._num_loads == 0
-    shared.check_invariants()
-
-
-def prompt(seed: int, length: int = 100) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 49152, length).tolist()
-
-
-def evict(engine: Engine, seed: int = 1000) -> None:
-    """Fill the device with something else."""
-    engine.generate([prompt(seed, 150)], GREEDY)
-    engine.generate([prompt(seed + 1, 150)], GREEDY)
-    stack_of(engine).flush()
-
-
-def stack_of(engine: Engine):
-    found = engine._runner.tiers
-    assert found is not None
-    return found.stack
-
-
-def one(engine: Engine, tokens: list[int], params: SamplingParams = GREEDY) -> Completion:
-    return engine.generate([tokens], params)[0]
-
-
-def kept(engine: Engine, tokens: list[int], cache_salt: str = "") -> np.ndarray:
-    """The keys and values of a prompt's cached full blocks, `[n, L, K, B, ROW]`."""
-    runner = engine._runner
-    _, namespace = engine._intake.prompt(tokens, cache_salt, None)
-    full = len(tokens) // SIZE
-    cut = jnp.asarray(np.reshape(tokens[: full * SIZE], (full, SIZE)), jnp.int32)
-    ids, count = paged.match(runner._state.index, cut, full, namespace)
-    ids = np.asarray(ids)[: int(count)]
-    return np.stack([np.asarray(layer)[ids] for layer in runner._kv_cache], axis=1)
-
-
-def from_tiers(engine: Engine) -> dict[str, int]:
-    return {name: stats.hits for name, stats in engine.stats().tiers.items()}
+def engine(tiered_engine: Engine) -> Engine:
+    return tiered_engine
 
 
 def test_what_was_evicted_comes_back_from_host_memory_with_the_same_bits(engine: Engine) -> None:
@@ -323,148 +245,6 @@ def test_a_part_on_the_device_and_a_part_below_are_put_together(engine: Engine, 
     assert answer.token_ids == cold(prompt(0)).token_ids
 
 
-class Gate:
-    """Lets the reads of tiers wait until they may go on."""
-
-    def __init__(self, engine: Engine, patch: pytest.MonkeyPatch):
-        self.open, self.asked = threading.Event(), threading.Event()
-        stack = stack_of(engine)
-        load = stack.load
-
-        def wait_and_load(*args):
-            self.asked.set()
-            assert self.open.wait(60)
-            return load(*args)
-
-        patch.setattr(stack, "load", wait_and_load)
-
-
-def start_restoring(engine: Engine, patch: pytest.MonkeyPatch) -> tuple[Gate, str]:
-    """An engine in which one request waits for its tier and another one decodes."""
-    one(engine, prompt(0))
-    evict(engine)
-    gate = Gate(engine, patch)
-    engine.add_request(prompt(3, 20), SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
-    engine.step()
-    restoring = engine.add_request(prompt(0), GREEDY)
-    for _ in range(3):
-        outputs = engine.step()
-        assert [len(output.token_ids) > 0 for output in outputs] == [True]  # the other one decodes
-    assert gate.asked.is_set()
-    return gate, restoring
-
-
-def test_others_decode_while_blocks_are_read_and_followers_share_them(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, cold
-) -> None:
-    gate, restoring = start_restoring(engine, monkeypatch)
-    follower = engine.add_request(prompt(0), GREEDY)
-    engine.step()
-    assert engine.stats().num_waiting == 1  # for the blocks that are being read
-    before = from_tiers(engine)["host"]
-    gate.open.set()
-    first, second = engine.collect([restoring, follower])
-    engine.drain()
-    engine.resume()
-    assert (first.num_cached_tokens, second.num_cached_tokens) == (96, 99)
-    assert first.token_ids == second.token_ids == cold(prompt(0)).token_ids
-    assert from_tiers(engine)["host"] - before == 12
-
-
-def test_a_request_that_is_cancelled_while_it_waits_leaves_nothing(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate, restoring = start_restoring(engine, monkeypatch)
-    assert engine.cancel(restoring)
-    assert engine._restores._num_loads == 0
-    gate.open.set()
-    engine.drain()
-    engine.resume()
-    assert one(engine, prompt(0)).num_cached_tokens == 96
-
-
-def test_a_request_that_is_preempted_while_it_waits_comes_back(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, cold
-) -> None:
-    gate, restoring = start_restoring(engine, monkeypatch)
-    (request,) = [r for r in engine._scheduler.running if r.request_id == restoring]
-    before = engine.stats()
-    engine._preempt(request)
-    assert request.restore is None and engine._restores._num_loads == 0
-    gate.open.set()
-    answer = engine.collect([restoring])[0]
-    engine.drain()
-    engine.resume()
-    assert answer.token_ids == cold(prompt(0)).token_ids
-    after = engine.stats()
-    assert after.external_hit_tokens == before.external_hit_tokens  # counted once, or never
-    assert after.prefilled_tokens - before.prefilled_tokens < SIZE
-
-
-def test_an_interrupt_between_two_batches_leaves_no_gap(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, cold
-) -> None:
-    one(engine, prompt(0))
-    evict(engine)
-    put, calls = engine._runner.put_blocks, []
-
-    def interrupted(*args) -> None:
-        calls.append(args)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        put(*args)
-
-    monkeypatch.setattr(engine._runner, "put_blocks", interrupted)
-    request_id = engine.add_request(prompt(0), GREEDY)
-    with pytest.raises(KeyboardInterrupt):
-        while True:
-            engine.step()
-    (answer,) = engine.collect([request_id])
-    assert answer.token_ids == cold(prompt(0)).token_ids
-    assert answer.num_cached_tokens == 32 and len(calls) == 2
-
-
-def test_a_reader_that_fails_costs_time_and_a_line(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, cold, caplog: pytest.LogCaptureFixture
-) -> None:
-    one(engine, prompt(0))
-    evict(engine)
-
-    def fail(*args):
-        raise MemoryError("none left")
-
-    monkeypatch.setattr(stack_of(engine), "load", fail)
-    with caplog.at_level(logging.ERROR):
-        answer = one(engine, prompt(0))
-    assert (answer.num_cached_tokens, answer.token_ids) == (0, cold(prompt(0)).token_ids)
-    assert ["could not be read" in line for line in caplog.messages] == [True]
-
-
-def test_damaged_files_are_computed_again_and_no_request_notices(
-    engine: Engine, cold, caplog: pytest.LogCaptureFixture
-) -> None:
-    one(engine, prompt(0))
-    evict(engine)
-    stack_of(engine).clear(["host"])
-    before = engine.stats().tiers["disk"]
-    folder = Path(engine.config.disk_cache_dir)
-    runner_tiers = engine._runner.tiers
-    assert runner_tiers is not None
-    key = engine._intake.namespace_key("", None)
-    sixth = runner_tiers.keys(key, np.asarray(prompt(0), np.int32))[5]
-    path = folder / f"{sixth.hex()}.kv"
-    data = bytearray(path.read_bytes())
-    data[-7] ^= 4
-    path.write_bytes(data)
-    answer = one(engine, prompt(0))
-    assert (answer.num_cached_tokens, answer.token_ids) == (40, cold(prompt(0)).token_ids)
-    after = engine.stats().tiers["disk"]
-    assert (after.errors - before.errors, after.misses - before.misses) == (1, 1)
-    assert [sixth.hex() in line for line in caplog.messages] == [True]
-    evict(engine)
-    assert one(engine, prompt(0)).num_cached_tokens == 96  # written again
-
-
 def test_http_and_metrics_show_the_tiers_and_a_reset_clears_them(engine: Engine) -> None:
     one(engine, prompt(0))
     evict(engine)
@@ -540,32 +320,6 @@ def test_samples_and_beams_come_back_and_are_what_they_are_without_tiers(
             assert {answer.num_cached_tokens for answer in mine} == {cached}
             evict(engine)
         engine.reset_cache(disk=True)
-
-
-def test_a_long_random_story_gets_the_cold_answers(engine: Engine, cold) -> None:
-    rng = np.random.default_rng(0)
-    stems = [prompt(seed, 120) for seed in range(4)]
-    prompts, answers = [], {}
-    for i in range(40):
-        stem = stems[int(rng.integers(4))]
-        prompts.append(
-            [*stem[: int(rng.integers(1, 120))], *prompt(100 + i, int(rng.integers(1, 20)))]
-        )
-    queue, ids = list(enumerate(prompts)), {}
-    while queue or engine.num_unfinished:
-        for _ in range(int(rng.integers(0, 3))):
-            if queue:
-                i, tokens = queue.pop()
-                ids[engine.add_request(tokens, GREEDY)] = i
-        if rng.random() < 0.05 and engine._scheduler.running:
-            engine._preempt(engine._scheduler.victim())
-        for output in engine.step():
-            answers.setdefault(ids[output.request_id], []).extend(output.token_ids)
-        if rng.random() < 0.2:
-            engine.check_invariants()
-    assert engine.stats().external_hit_tokens > 0
-    for i, tokens in enumerate(prompts):
-        assert tuple(answers[i]) == cold(tokens).token_ids
 
 
 def test_all_programs_are_compiled_ahead(tiny: LoadedModel) -> None:
