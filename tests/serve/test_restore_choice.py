@@ -115,11 +115,13 @@ def test_what_is_computed_sooner_is_computed(engine: Engine, cold: Completion) -
     assert choice.stats.num_recomputed == 1
 
 
-def test_a_choice_is_counted_once_however_the_request_goes_on(engine: Engine) -> None:
+def test_a_choice_is_counted_once_however_the_request_goes_on(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     choice = decide(engine, link=1.0, flops=1e15)
     ended: list[object] = []
     note = choice.carried_out
-    choice.carried_out = lambda watch: (ended.append(watch), note(watch))  # type: ignore[method-assign]
+    monkeypatch.setattr(choice, "carried_out", lambda w: (ended.append(w), note(w)))
     one(engine, prompt(0), SamplingParams(temperature=0, max_tokens=1))  # it ends with its prefill
     assert len(ended) == 1
     evict(engine)
