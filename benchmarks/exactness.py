@@ -185,10 +185,20 @@ def main() -> int:
     print(f"baseline: {row}\n", flush=True)
     columns = [*SETTINGS, "differing_tokens", "preemptions", "cached_tokens", "seconds"]
     print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|", flush=True)
+    about = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax")}
+    about |= {"python": platform.python_version(), "model": args.model}
+    about |= {"prompts": len(prompts), "prompt_tokens": sum(lengths), "tokens": args.tokens}
+
+    def write(rows: list[dict[str, Any]], equal: dict[bool, dict[str, float]]) -> None:
+        if args.json:
+            found = {"about": about, "cells": rows, "equal_bits": equal}
+            args.json.write_text(json.dumps(found, indent=1) + "\n")
+
     rows = []
     for cell in cells(only):
         row, _ = run_cell(loaded, cell, prompts, args, expected)
         rows.append(row)
+        write(rows, {})  # hours may follow
         print("| " + " | ".join(str(row[column]) for column in columns) + " |", flush=True)
     differing = sum(row["differing_tokens"] for row in rows)
     leaked = sum(row["blocks_left_active"] for row in rows)
@@ -198,12 +208,7 @@ def main() -> int:
     for on, shares in equal.items():
         line = ", ".join(f"{what} {share:.2%}" for what, share in shares.items())
         print(f"logprobs equal to a miss's to the bit, deterministic={on}: {line}")
-    if args.json:
-        about = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax")}
-        about |= {"python": platform.python_version(), "prompt_tokens": sum(lengths)}
-        args.json.write_text(
-            json.dumps({"about": about, "cells": rows, "equal_bits": equal}, indent=1) + "\n"
-        )
+    write(rows, equal)
     return int(differing or leaked or min(equal[True].values()) < 1)
 
 

@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -43,6 +45,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
         self._read()
 
@@ -65,8 +68,8 @@ class Worker:
         return answer
 
     def close(self) -> None:
-        """End the process."""
-        self._process.terminate()
+        """End the process and those that it started."""
+        os.killpg(self._process.pid, signal.SIGTERM)
         self._process.wait()
 
 

@@ -13,6 +13,7 @@ the moment the line was read. `serving.py` starts these.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -194,8 +195,8 @@ ENGINES = {"octavo": octavo, "transformers": transformers, "vllm": vllm, "llama.
 
 def main() -> None:
     name, model, *options = sys.argv[1:]
-    answers = sys.stdout
-    sys.stdout = sys.stderr  # what libraries print is no answer
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries and their processes print is no answer
     generate = ENGINES[name](model, options)
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:

@@ -6,7 +6,6 @@ from ..models import LoadedModel, load_model
 from .cache_control import CacheControl
 from .intake import Intake
 from .outputs import RequestOutput
-from .refusals import EngineDraining
 from .request import Request
 from .runner import ModelRunner
 from .scheduler import Scheduler
@@ -70,10 +69,6 @@ class Lifecycle(CacheControl):
             self._runner.tiers.distrust(by_hand)
         self._fingerprints.add(loaded.fingerprint)
         self.loaded = self._intake.loaded = loaded
-
-    def _must_take_requests(self) -> None:
-        if self._draining:
-            raise EngineDraining("no requests are taken: the engine was drained, and not resumed")
 
     def _cancelled(self, request: Request) -> RequestOutput:
         raise NotImplementedError
