@@ -1,17 +1,21 @@
 """Prefill, decode, time to first token and bursts, of octavo and of its peers in one run.
 
     python benchmarks/serving.py --model smollm2 [--repeats 5] [--only decode] [--json FILE] \
-        [--peer NAME=PYTHON:ENGINE:MODEL[:OPTION ...]] ...
+        [--peer NAME=PYTHON:ENGINE:MODEL[:OPTION ...]] ... [--skip NAME:KIND] ...
 
 Each engine lives in a process of its own (`serving_workers.py`) and they take turns, measurement by
 measurement, so that a busy moment of the machine meets all. Same prompts for all: random token
 ids that nobody has seen, greedy. A peer is named, with the Python that has it, its kind and its
-model (of transformers and vllm a directory, of llama.cpp a GGUF file), as in
+model (of transformers and vllm a directory, which `peer_model.py` makes, of llama.cpp a GGUF file):
 
+    --peer hf=torch-env/bin/python:transformers:smollm2-hf
     --peer vllm=vllm-env/bin/python:vllm:smollm2-hf
+    --peer llama-f32=python3:llama.cpp:smollm2-f32.gguf:llama-env/bin/llama-server
     --peer llama-q4=python3:llama.cpp:smollm2-q4_1.gguf:llama-env/bin/llama-server
+    --peer octavo-int8=python3:octavo:smollm2:'quantization="int8"'
 
-Prints medians and octavo's ratio to the best peer; above 1 octavo is better.
+Prints medians, octavo's ratio to the best peer (above 1 octavo is better), and which of the targets
+are met; names are those above.
 """
 
 from __future__ import annotations
@@ -163,19 +167,60 @@ MEASUREMENTS = (
 UNITS = {m.name: m.unit for m in MEASUREMENTS}
 
 
-def table(found: dict[str, dict[str, list[float]]], names: list[str]) -> list[str]:
-    """Lines of Markdown: medians, and octavo's ratio to the best of the others."""
+@dataclass(frozen=True)
+class Target:
+    """What octavo, or its `own` variant, must reach: `ratio` times the best of `peers`."""
+
+    what: str
+    ratio: float
+    peers: tuple[str, ...] = ("hf", "vllm", "llama-f32", "llama-q4")
+    own: str = "octavo"
+
+
+TARGETS = (
+    Target("prefill 512", 1.2),
+    Target("prefill 2048", 1.2),
+    Target("prefill 8100", 1.5),
+    Target("decode 1 at 512", 1.0, ("llama-f32",)),
+    Target("decode 1 at 512", 1.0, ("llama-q4",), "octavo-int8"),
+    Target("decode 8 at 512", 2.0),
+    Target("ttft 2048 + 32 warm", 2.0),
+    Target("ttft 8128 + 32 warm", 2.0),
+    Target("burst 32 x (1024 + 32) cold", 1 / 0.6, ("vllm",)),
+    Target("burst 32 x (1024 + 32) warm", 1 / 0.5, ("vllm",)),
+    Target("burst 32 x (4096 + 32) cold", 1 / 0.5, ("vllm",)),
+    Target("burst 32 x (4096 + 32) warm", 1 / 0.5, ("vllm",)),
+)
+
+
+def ratio_to_best(what: str, own: float, peers: list[float]) -> float:
+    """How many times better than the best of the peers."""
+    return min(peers) / own if UNITS[what.split()[0]] == "s" else own / max(peers)
+
+
+def table(medians: dict[str, dict[str, float]], names: list[str]) -> list[str]:
+    """Lines of Markdown: medians, and octavo's ratio to the best of those that are not octavo."""
     lines = [f"| | {' | '.join(names)} | ratio |", "|---" * (len(names) + 2) + "|"]
-    for what, by_name in found.items():
-        unit = UNITS[what.split()[0]]
-        medians = {name: statistics.median(by_name[name]) for name in names if name in by_name}
-        peers = [value for name, value in medians.items() if name != "octavo"]
-        ratio = ""
-        if peers and "octavo" in medians:
-            own = medians["octavo"]
-            ratio = f"{min(peers) / own if unit == 's' else own / max(peers):.2f}"
-        cells = [f"{medians[name]:.3g}" if name in medians else "" for name in names]
-        lines.append(f"| {what}, {unit} | {' | '.join(cells)} | {ratio} |")
+    for what, by_name in medians.items():
+        peers = [value for name, value in by_name.items() if not name.startswith("octavo")]
+        ratio = f"{ratio_to_best(what, by_name['octavo'], peers):.2f}" if peers else ""
+        cells = [f"{by_name[name]:.3g}" if name in by_name else "" for name in names]
+        lines.append(f"| {what}, {UNITS[what.split()[0]]} | {' | '.join(cells)} | {ratio} |")
+    return lines
+
+
+def verdicts(medians: dict[str, dict[str, float]]) -> list[str]:
+    """Lines of Markdown: what was reached of the targets, where all that they name took part."""
+    lines = ["| target | of | against | wanted | reached | |", "|---|---|---|---|---|---|"]
+    for target in TARGETS:
+        by_name = medians.get(target.what, {})
+        peers = {name: by_name[name] for name in target.peers if name in by_name}
+        if target.own not in by_name or not peers:
+            continue
+        ratio = ratio_to_best(target.what, by_name[target.own], list(peers.values()))
+        met = "met" if ratio >= target.ratio else "missed"
+        cells = [target.what, target.own, ", ".join(peers), f"{target.ratio:.2f}", f"{ratio:.2f}"]
+        lines.append(f"| {' | '.join([*cells, met])} |")
     return lines
 
 
@@ -184,6 +229,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--option", action="append", default=[], help="name=value of EngineConfig")
     parser.add_argument("--peer", action="append", default=[])
+    parser.add_argument("--skip", action="append", default=[], help="NAME:KIND not to measure")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", default="", help="kinds of measurement, separated by commas")
     parser.add_argument("--longest", type=int, default=1 << 20, help="prompts of at most so many")
@@ -207,6 +253,8 @@ def main() -> None:
                 continue
             for repeat in range(-1, args.repeats):
                 for worker in workers:
+                    if f"{worker.name}:{measurement.name}" in args.skip:
+                        continue
                     # The first turn warms up and is not counted.
                     seed = ((args.seed * 1000) + repeat + 1) * 100 + number
                     for what, value in measurement.measure(worker, Prompts(seed)).items():
@@ -216,10 +264,16 @@ def main() -> None:
     finally:
         for worker in workers:
             worker.close()
-    print("\n".join(table(found, [worker.name for worker in workers])))
+    names = [worker.name for worker in workers]
+    medians = {
+        what: {name: statistics.median(values) for name, values in by_name.items()}
+        for what, by_name in found.items()
+    }
+    print("\n".join([*table(medians, names), "", *verdicts(medians)]))
     if args.json:
         about = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax")}
         about |= {"python": platform.python_version(), "processor": platform.processor()}
+        about |= {"peers": {p.partition("=")[0]: p.split(":")[1] for p in args.peer}}
         args.json.write_text(json.dumps({"about": about, "found": found}, indent=1) + "\n")
 
 

@@ -49,12 +49,14 @@ class Clock:
 
 
 def octavo(model: str, options: list[str]) -> Generate:
-    """octavo's engine; options are `name=value` of `EngineConfig`."""
+    """octavo's engine; options are `name=value` of `EngineConfig`, or `quantization`."""
     from octavo.models import load_model
     from octavo.serve import Engine, EngineConfig, SamplingParams
 
     settings = {k: json.loads(v) for k, v in (option.split("=", 1) for option in options)}
-    engine = Engine(load_model(model), EngineConfig(**settings))
+    quantization = settings.pop("quantization", None)
+    loaded = load_model(model, quantization=quantization)
+    engine = Engine(loaded, EngineConfig(**settings))
     engine.warmup()
 
     def generate(prompts: Prompts, max_tokens: int, clock: Clock) -> list[list[int]]:

@@ -71,7 +71,17 @@ def rope_angles(positions: jax.Array, config: LlamaConfig) -> tuple[jax.Array, j
     """Cosine and sine for each position, `float32[T, H/2]` each, from `positions: int32[T]`."""
     freq, factor = rope_frequencies(config)
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(freq)[None, :]
-    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+    def cos_and_sin(angles: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+    def once(angles: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # XLA for CPU moves cosines into whatever multiplies by them, and computes them again in
+        # every layer for every head (a seventh of a chunk's time, measured); barriers it drops
+        # before. It does not look into a branch.
+        return jax.lax.cond(angles[0, 0] >= 0, cos_and_sin, cos_and_sin, angles)
+
+    return jax.lax.platform_dependent(angles, cpu=once, default=cos_and_sin)
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -17,6 +17,7 @@ from .layout import debug_checks as debug_checks
 from .layout import init_kv_cache as init_kv_cache
 from .layout import row_width as row_width
 from .merge_states import merge_states as merge_states
+from .paged_attention import cpu_kernels as cpu_kernels
 from .paged_attention import paged_attention as paged_attention
 from .quantise import kv_scales as kv_scales
 from .shared_prefix_attention import SharedPrefixes as SharedPrefixes
@@ -34,6 +35,7 @@ __all__ = [
     "Tuning",
     "cache_shape",
     "copy_blocks",
+    "cpu_kernels",
     "debug_checks",
     "gather_blocks",
     "init_kv_cache",

@@ -14,9 +14,10 @@ logger = logging.getLogger(__name__)
 
 REFERENCE = "reference"
 XLA = "xla"
+NUMBA = "numba"
 MOSAIC_GPU = "mosaic_gpu"
 MOSAIC_TPU = "mosaic_tpu"
-_ORDER = {"gpu": (MOSAIC_GPU, XLA), "tpu": (MOSAIC_TPU, XLA)}
+_ORDER = {"cpu": (NUMBA, XLA), "gpu": (MOSAIC_GPU, XLA), "tpu": (MOSAIC_TPU, XLA)}
 
 
 @functools.cache

@@ -35,7 +35,7 @@ import jax
 from jax.experimental import serialize_executable
 
 from .. import models, paged, pallas_kernels
-from ..pallas_kernels import debug_checks, interpret_kernels, kernel_tuning
+from ..pallas_kernels import cpu_kernels, debug_checks, interpret_kernels, kernel_tuning
 
 _logger = logging.getLogger(__name__)
 
@@ -149,6 +149,7 @@ def _surroundings() -> list[object]:
     return [
         [_code_digest(root) for root in (*packages, Path(__file__).parent)],
         [version(name) for name in ("jax", "jaxlib", "flax", "numpy")],
+        cpu_kernels(),
         sys.version,
         [os.environ.get(name, "") for name in ("XLA_FLAGS", "NPROC")],
         options,

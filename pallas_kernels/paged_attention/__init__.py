@@ -7,9 +7,11 @@ import math
 import jax
 import jax.numpy as jnp
 
-from ..dispatch import MOSAIC_GPU, MOSAIC_TPU, REFERENCE, XLA, Op
+from ..dispatch import MOSAIC_GPU, MOSAIC_TPU, NUMBA, REFERENCE, XLA, Op
 from ..layout import check_cache, check_index_dtype, check_scales, debug_check_block_ids
 from .arguments import AttentionOptions
+from .numba import cpu_kernels as cpu_kernels
+from .numba import paged_attention_numba
 from .pallas import paged_attention_mosaic_gpu, paged_attention_mosaic_tpu
 from .reference import paged_attention_reference
 from .xla import paged_attention_xla
@@ -18,6 +20,7 @@ _OP = Op(
     name="paged_attention",
     implementations={
         REFERENCE: paged_attention_reference,
+        NUMBA: paged_attention_numba,
         XLA: paged_attention_xla,
         MOSAIC_GPU: paged_attention_mosaic_gpu,
         MOSAIC_TPU: paged_attention_mosaic_tpu,
@@ -76,8 +79,8 @@ def paged_attention(
         batch_invariant: compute every query as if it were alone, in steps that its position
             decides: its bits then do not depend on what else is computed beside or before it, on
             a CPU (XLA promises nothing elsewhere). Decode takes several times longer.
-        implementation: None picks by platform; "mosaic_gpu", "mosaic_tpu", "xla" or
-            "reference". A named one never falls back.
+        implementation: None picks by platform; "mosaic_gpu", "mosaic_tpu", "numba" (CPUs, float32),
+            "xla" or "reference". A named one never falls back.
 
     Returns:
         `(out [T, N, H] in q's dtype, lse float32[T, N])`. lse is the natural logarithm of the

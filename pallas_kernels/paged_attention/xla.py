@@ -79,18 +79,30 @@ def paged_attention_xla(
     options: AttentionOptions,
 ) -> tuple[jax.Array, jax.Array]:
     """See `octavo.pallas_kernels.paged_attention`."""
+    tables, result = tables_in_use(kv_cache, block_tables, context_lens), empty_result(q)
+    if options.batch_invariant:
+        return attend_tiles(result, q, kv_cache, tables, context_lens, query_start, sinks, options)
+    if options.max_query_len > 1:
+        result = attend_tiles(
+            result, q, kv_cache, tables, context_lens, query_start, sinks, options
+        )
+    return _decode(result, q, kv_cache, tables, context_lens, query_start, sinks, options)
+
+
+def tables_in_use(
+    kv_cache: jax.Array, block_tables: jax.Array, context_lens: jax.Array
+) -> jax.Array:
+    """Block tables in which every id may be read: those past the context are the null block's."""
     num_blocks, _, block_size, _ = kv_cache.shape
     used_blocks = -(-context_lens // block_size)
     column = jnp.arange(block_tables.shape[1], dtype=jnp.int32)
     ids = jnp.where(column < used_blocks[:, None], block_tables, NULL_BLOCK)
-    tables = safe_block_ids(ids, num_blocks)
+    return safe_block_ids(ids, num_blocks)
 
-    result = (jnp.zeros_like(q), jnp.full(q.shape[:2], -jnp.inf, jnp.float32))
-    if options.batch_invariant:
-        return _tiles(result, q, kv_cache, tables, context_lens, query_start, sinks, options)
-    if options.max_query_len > 1:
-        result = _tiles(result, q, kv_cache, tables, context_lens, query_start, sinks, options)
-    return _decode(result, q, kv_cache, tables, context_lens, query_start, sinks, options)
+
+def empty_result(q: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What padding tokens get."""
+    return jnp.zeros_like(q), jnp.full(q.shape[:2], -jnp.inf, jnp.float32)
 
 
 def _product_dtype(q: jax.Array, kv_cache: jax.Array) -> jnp.dtype:
@@ -166,7 +178,7 @@ def _decode(
     )
 
 
-def _tiles(
+def attend_tiles(
     result: tuple[jax.Array, jax.Array],
     q: jax.Array,
     kv_cache: jax.Array,

@@ -71,6 +71,7 @@ def small_steps(chip: str) -> str:
 
 REFERENCE = Implementation(name="reference")
 XLA = Implementation(name="xla")
+NUMBA = Implementation(name="numba")
 _V6E = "TPU v6 lite"
 V6E = Implementation(name="mosaic_tpu", chip=_V6E, knobs=small_steps(_V6E))
 V6E_RACES = Implementation(name="mosaic_tpu", chip=_V6E, mode="races", knobs=small_steps(_V6E))

@@ -21,6 +21,7 @@ from .implementations import (
     B200,
     H200,
     H200_RACES,
+    NUMBA,
     REFERENCE,
     V4,
     V6E,
@@ -35,6 +36,7 @@ from .implementations import (
 QUICK: dict[Implementation, set[str]] = {
     REFERENCE: set(CASES),
     XLA: set(CASES),
+    NUMBA: set(CASES),
     V6E: {"decode-boundaries", "mixed", "window-below", "sinks", "int8"},
     V4: set(),
     V6E_RACES: {"decode-unused-rows"},
@@ -47,17 +49,24 @@ QUICK: dict[Implementation, set[str]] = {
 # The simulators take seconds a call, and these take many calls' worth of blocks.
 TOO_LARGE = {"decode-long", "decode-thousands", "prefill-over-tiles", "prefill-thousands"}
 
-# Cases that a Pallas kernel says it cannot serve, and what it says.
+# Cases that a kernel says it cannot serve, and what it says.
 REFUSED = {
     ("mosaic_tpu", "block-3"): "block_size=3",
     ("mosaic_gpu", "block-3"): "block_size=3",
+    ("numba", "block-3"): "multiple of 4 tokens",
+    **{("numba", name): "must be float32" for name in ("bf16", "int8", "fp8")},
+    **{("numba", name): "not supported" for name in ("soft-cap", "sinks", "sinks-long")},
+    ("numba", "int8-window-cap-sinks"): "must be float32",
 }
 FAST = [
     REFERENCE,
     XLA,
+    NUMBA,
     pytest.param(V6E, marks=pytest.mark.kernels),
 ]
-INTERPRETED = [pytest.param(i, marks=marks_of(i), id=str(i)) for i in (REFERENCE, XLA, V6E, H200)]
+INTERPRETED = [
+    pytest.param(i, marks=marks_of(i), id=str(i)) for i in (REFERENCE, XLA, NUMBA, V6E, H200)
+]
 
 
 def run(problem: Problem, implementation: Implementation, **more) -> tuple[jax.Array, jax.Array]:

@@ -13,7 +13,7 @@ import pytest
 from octavo.paged import shared_prefixes
 from octavo.pallas_kernels import paged_attention, row_width, shared_prefix_attention
 
-from .implementations import H200, V6E, XLA, Implementation, params
+from .implementations import H200, NUMBA, V6E, XLA, Implementation, params
 
 K, G, H, B = 2, 2, 64, 16
 # Context lengths, and how many leading blocks sequence s has in common with sequence t < s.
@@ -24,7 +24,7 @@ CASES: dict[str, tuple[tuple[int, ...], dict[int, tuple[int, int]]]] = {
     "some-unused": ((0, 90, 0, 95, 1), {3: (1, 5)}),
     "ends-with-the-prefix": ((65, 65, 66), {1: (0, 4), 2: (0, 4)}),
 }
-QUICK = {XLA: set(CASES), V6E: set(), H200: set()}
+QUICK = {XLA: set(CASES), NUMBA: set(CASES), V6E: set(), H200: set()}
 
 
 def batch(name: str, platform: str) -> tuple[jax.Array, ...]:
@@ -70,6 +70,10 @@ def test_equals_attention_without_sharing(
 ) -> None:
     record_property("kernel_case", f"shared_prefix_attention, {name}, {implementation}")
     args = batch(name, implementation.platform)
+    if implementation is NUMBA and options:
+        with pytest.raises(NotImplementedError, match="not supported"):
+            cascade(args, implementation, soft_cap=3.0)
+        return
     tolerance = 2e-5
     if implementation.platform == "gpu":
         args = (args[0].astype(jnp.bfloat16), args[1].astype(jnp.bfloat16), *args[2:])

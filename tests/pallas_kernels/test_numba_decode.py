@@ -1,0 +1,129 @@
+"""What decode on a CPU with Numba promises beside right numbers: threads, bits, and who uses it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import CASES, Case, build, errors
+
+from octavo.pallas_kernels import cpu_kernels, paged_attention
+from octavo.pallas_kernels.paged_attention import numba as numba_op
+
+LONG = Case(seqs=((1, 1000), (1, 5), (1, 2300), (0, 0), (1, 257)), heads=9, kv_heads=3)
+
+
+def decode(problem, **options):
+    return jax.jit(
+        lambda *args: paged_attention(*args, max_query_len=1, implementation="numba", **options)
+    )(*problem.args)
+
+
+def test_it_is_what_a_cpu_decodes_with() -> None:
+    assert (cpu_kernels() or "").startswith("numba ")
+    problem = build(CASES["decode-long"])
+    text = jax.jit(paged_attention).lower(*problem.args).as_text()
+    assert "octavo.paged_decode" in text
+    named = jax.jit(lambda *args: paged_attention(*args, implementation="xla"))
+    assert "octavo.paged_decode" not in named.lower(*problem.args).as_text()
+
+
+@pytest.mark.parametrize("window", [None, 1, 300, 700])
+def test_no_bit_depends_on_the_number_of_threads(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = build(Case(**{**LONG.__dict__, "window": window}))
+    options = {"sliding_window": window}
+    results = []
+    for num_threads in (1, 2, 3, 64):
+        monkeypatch.setattr(numba_op, "_num_threads", lambda n=num_threads: n)
+        results.append(decode(problem, **options))
+    assert errors(*results[0], problem)[0] <= 2e-5
+    for got in results[1:]:
+        for a, b in zip(got, results[0], strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_long_tables_have_longer_spans() -> None:
+    problem = build(LONG)
+    q, cache, tables, lens, start = problem.args
+    wide = jnp.pad(tables, ((0, 0), (0, 5000 - tables.shape[1])))
+    args = (q, cache, wide, lens, start)
+    out, lse = paged_attention(*args, max_query_len=1, implementation="numba")
+    assert errors(out, lse, problem)[0] <= 2e-5
+
+
+def test_scores_of_any_size_neither_overflow_nor_vanish() -> None:
+    problem = build(CASES["decode-boundaries"])
+    q, *rest = problem.args
+    for factor in (1e3, 1e-6, 0.0):
+        args = (q * factor, *rest)
+        got, _ = paged_attention(*args, max_query_len=1, implementation="numba")
+        want, _ = paged_attention(*args, max_query_len=1, implementation="reference")
+        np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def test_calls_from_many_threads_do_not_wait_for_one_another() -> None:
+    problem = build(LONG)
+    run = jax.jit(lambda *args: paged_attention(*args, max_query_len=1, implementation="numba"))
+    want = np.asarray(run(*problem.args)[0])
+    with ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(lambda: np.asarray(run(*problem.args)[0])) for _ in range(200)]
+        for call in calls:
+            np.testing.assert_array_equal(call.result(timeout=60), want)
+
+
+def test_it_runs_in_loops_and_under_vmap() -> None:
+    problem = build(CASES["decode-long"])
+    q, *rest = problem.args
+
+    def attend(q):
+        return paged_attention(q, *rest, max_query_len=1, implementation="numba")[0]
+
+    looped = jax.jit(lambda q: jax.lax.fori_loop(0, 5, lambda _, x: q + 0 * attend(x), q))(q)
+    np.testing.assert_array_equal(looped, q)
+    both = jax.vmap(attend)(jnp.stack([q, 2 * q]))
+    np.testing.assert_array_equal(both[1], attend(2 * q))
+
+
+SCRIPT = """
+import sys
+if sys.argv[1] == "absent":
+    sys.modules["numba"] = None
+else:  # no folder that may be written
+    from numba.core.caching import CacheImpl
+    CacheImpl._locator_classes = []
+from octavo.pallas_kernels import cpu_kernels, paged_attention
+from attention_cases import CASES, build, errors
+problem = build(CASES["mixed"])
+assert errors(*paged_attention(*problem.args), problem)[0] <= 2e-5
+print(cpu_kernels())
+try:
+    paged_attention(*problem.args, implementation="numba")
+except NotImplementedError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("how", ["absent", "unwritable"])
+def test_without_it_xla_serves_and_says_why_when_asked(how: str, tmp_path: Path) -> None:
+    benchmarks = Path(__file__).parents[2] / "benchmarks"
+    environment = os.environ | {"PYTHONPATH": str(benchmarks)}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, how],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    advice = {"absent": "pip install 'octavo[cpu]'", "unwritable": "set NUMBA_CACHE_DIR"}
+    assert done.stdout.startswith("None\n") and advice[how] in done.stdout
