@@ -20,6 +20,7 @@ from pathlib import Path
 
 import jax
 from mutant_list import MUTANTS, Mutant
+from mutant_list_numba import NUMBA_MUTANTS
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("pallas_kernels", "paged", "models", "serve")
@@ -93,7 +94,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         copy = Copy.make(Path(folder))
         passed: set[tuple[str, str]] = set()
-        for mutant in MUTANTS:
+        for mutant in MUTANTS + NUMBA_MUTANTS:
             if args.match not in mutant.what:
                 continue
             if "gpu" in mutant.file and not can_interpret_gpus:

@@ -1,7 +1,7 @@
 """Prefill, decode, time to first token and bursts, of octavo and of its peers in one run.
 
     python benchmarks/serving.py --model smollm2 [--repeats 5] [--only decode] [--json FILE] \
-        [--peer NAME=PYTHON:ENGINE:MODEL[:OPTION ...]] ... [--skip NAME:KIND] ...
+        [--peer NAME=PYTHON:ENGINE:MODEL[:OPTION ...]] ... [--skip NAME:WHAT] ...
 
 Each engine lives in a process of its own (`serving_workers.py`) and they take turns, measurement by
 measurement, so that a busy moment of the machine meets all. Same prompts for all: random token
@@ -21,6 +21,7 @@ are met; names are those above.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -73,7 +74,8 @@ class Worker:
 
     def close(self) -> None:
         """End the process and those that it started."""
-        os.killpg(self._process.pid, signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
         self._process.wait()
 
 
@@ -96,9 +98,13 @@ class Prefill:
     name: str = "prefill"
     unit: str = "tok/s"
 
+    @property
+    def label(self) -> str:
+        return f"prefill {self.length}"
+
     def measure(self, worker: Worker, prompts: Prompts) -> dict[str, float]:
         answer = worker.generate([prompts.fresh(self.length)], 1)
-        return {f"prefill {self.length}": self.length / answer["first"][0]}
+        return {self.label: self.length / answer["first"][0]}
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,10 @@ class Decode:
     name: str = "decode"
     unit: str = "tok/s"
 
+    @property
+    def label(self) -> str:
+        return f"decode {self.batch} at {self.length}"
+
     def measure(self, worker: Worker, prompts: Prompts) -> dict[str, float]:
         asked = [prompts.fresh(self.length) for _ in range(self.batch)]
         answer = worker.generate(asked, NUM_DECODED)
@@ -115,7 +125,7 @@ class Decode:
         begin = next(x for x in answer["progress"] if x[0] >= max(answer["first"]))
         end = answer["progress"][-1]
         rate = (end[1] - begin[1]) / (end[0] - begin[0])
-        return {f"decode {self.batch} at {self.length}": rate}
+        return {self.label: rate}
 
 
 @dataclass(frozen=True)
@@ -125,11 +135,14 @@ class FirstToken:
     name: str = "ttft"
     unit: str = "s"
 
+    @property
+    def label(self) -> str:
+        return f"ttft {self.prefix} + {self.own}"
+
     def measure(self, worker: Worker, prompts: Prompts) -> dict[str, float]:
         both = prompts.sharing(2, prompts.fresh(self.prefix), self.own)
-        what = f"ttft {self.prefix} + {self.own}"
         cold, warm = (worker.generate([prompt], 1)["first"][0] for prompt in both)
-        return {f"{what} cold": cold, f"{what} warm": warm}
+        return {f"{self.label} cold": cold, f"{self.label} warm": warm}
 
 
 @dataclass(frozen=True)
@@ -141,15 +154,18 @@ class Burst:
     name: str = "burst"
     unit: str = "s"
 
+    @property
+    def label(self) -> str:
+        return f"burst {self.count} x ({self.prefix} + {self.own})"
+
     def measure(self, worker: Worker, prompts: Prompts) -> dict[str, float]:
         prefix = prompts.fresh(self.prefix)
         seconds = [
             worker.generate(prompts.sharing(self.count, prefix, self.own), self.output)
             for _ in range(2)
         ]
-        what = f"burst {self.count} x ({self.prefix} + {self.own})"
         cold, warm = (answer["progress"][-1][0] for answer in seconds)
-        return {f"{what} cold": cold, f"{what} warm": warm}
+        return {f"{self.label} cold": cold, f"{self.label} warm": warm}
 
 
 MEASUREMENTS = (
@@ -229,7 +245,12 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--option", action="append", default=[], help="name=value of EngineConfig")
     parser.add_argument("--peer", action="append", default=[])
-    parser.add_argument("--skip", action="append", default=[], help="NAME:KIND not to measure")
+    parser.add_argument(
+        "--skip",
+        action="append",
+        default=[],
+        help="NAME:WHAT, as llama-q4:burst or hf:prefill 8100",
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", default="", help="kinds of measurement, separated by commas")
     parser.add_argument("--longest", type=int, default=1 << 20, help="prompts of at most so many")
@@ -251,16 +272,18 @@ def main() -> None:
             size = max(getattr(measurement, "length", 0), getattr(measurement, "prefix", 0))
             if measurement.name not in kinds or size > args.longest:
                 continue
-            for repeat in range(-1, args.repeats):
+            repeats = min(args.repeats, 3) if size > 4000 else args.repeats
+            for repeat in range(-1 if size <= 4000 else 0, repeats):
                 for worker in workers:
-                    if f"{worker.name}:{measurement.name}" in args.skip:
+                    if any(f"{worker.name}:{measurement.label}".startswith(x) for x in args.skip):
                         continue
-                    # The first turn warms up and is not counted.
+                    # The first turn warms up and is not counted; of long ones there are fewer.
                     seed = ((args.seed * 1000) + repeat + 1) * 100 + number
                     for what, value in measurement.measure(worker, Prompts(seed)).items():
                         if repeat >= 0:
                             found.setdefault(what, {}).setdefault(worker.name, []).append(value)
-            print(json.dumps({k: v for k, v in found.items() if k.startswith(measurement.name)}))
+            latest = {k: v for k, v in found.items() if k.startswith(measurement.label)}
+            print(json.dumps(latest), flush=True)
     finally:
         for worker in workers:
             worker.close()

@@ -94,7 +94,8 @@ def transformers(model: str, options: list[str]) -> Generate:
             start = same.index(False) if False in same else len(same)
             if start:
                 cache = kept[1]
-                cache.crop(start)
+                if too_many := len(kept[0]) - start:
+                    cache.crop(-too_many)
         ids = torch.tensor([prompt[start:] for prompt in prompts])
         tokens: list[list[int]] = [[] for _ in prompts]
         for _ in range(max_tokens):

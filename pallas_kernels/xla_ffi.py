@@ -2,16 +2,23 @@
 
 XLA hands a custom call a frame of C structs (`xla/ffi/api/c_api.h`, in `jax.ffi.include_dir()`).
 They consist of 8-byte words, so that arrays of int64 can read and write them. What a handler does
-not fill at once it may go on with in XLA's own threads, and tell XLA when it is done.
+not fill at once it may go on with in XLA's own threads, and tell XLA when it is done. Two things
+are not so, and were tried: a thread that waits for others may wait for ever, as all of them may be
+waiting; and the frame does not last until the call is over, it is used again for the next one.
 
 Import this module only where Numba is installed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, cast
+
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
+from numba import extending, types
+
+# What it decorates is called without the first parameter, which type checkers cannot know.
+intrinsic = cast(Callable[[Callable[..., Any]], Callable[..., Any]], extending.intrinsic)
 
 # Words of XLA_FFI_CallFrame.
 EXTENSION, API, CONTEXT, ARGS, RETS, FUTURE = 1, 2, 3, 9, 14, 21

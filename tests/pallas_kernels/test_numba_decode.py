@@ -45,7 +45,8 @@ def test_no_bit_depends_on_the_number_of_threads(
     for num_threads in (1, 2, 3, 64):
         monkeypatch.setattr(numba_op, "_num_threads", lambda n=num_threads: n)
         results.append(decode(problem, **options))
-    assert errors(*results[0], problem)[0] <= 2e-5
+    out, lse = results[0]
+    assert errors(out, lse, problem)[0] <= 2e-5
     for got in results[1:]:
         for a, b in zip(got, results[0], strict=True):
             np.testing.assert_array_equal(a, b)
