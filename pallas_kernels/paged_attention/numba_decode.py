@@ -14,7 +14,8 @@ import math
 
 import jax
 import numpy as np
-from numba import carray, cfunc, njit, types
+from numba import cfunc, njit, types
+from numba.np.numpy_support import carray
 
 from ..xla_ffi import (
     API,
