@@ -162,7 +162,11 @@ def _extent(record, s):
     if starts[s + 1] - starts[s] != 1:
         return 0, 0, 0
     first = max(0, lens[s] - record[_WINDOW]) if record[_WINDOW] > 0 else 0
-    return first, first // record[_B], (lens[s] + record[_B] - 1) // record[_B]
+    begin, end = first // record[_B], (lens[s] + record[_B] - 1) // record[_B]
+    # Lists that do not fit together are an error, but nothing to read or write elsewhere for.
+    if begin >= end or end > record[_M] or starts[s] < 0 or starts[s] >= record[_T]:
+        return 0, 0, 0
+    return first, begin, end
 
 
 @_compiled()

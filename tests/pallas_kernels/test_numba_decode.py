@@ -61,6 +61,22 @@ def test_long_tables_have_longer_spans() -> None:
     assert errors(out, lse, problem)[0] <= 2e-5
 
 
+@pytest.mark.parametrize("what", ["context", "negative context", "query"])
+def test_lists_that_do_not_fit_together_touch_no_other_memory(what: str) -> None:
+    problem = build(LONG)
+    q, cache, tables, lens, start = problem.args
+    if what == "query":
+        start = start + 100_000
+    else:
+        lens = lens.at[0].set(10**6 if what == "context" else -50)
+    out, lse = paged_attention(
+        q, cache, tables, lens, start, max_query_len=1, implementation="numba"
+    )
+    assert not np.asarray(out[0]).any() and np.isneginf(lse[0]).all()
+    if what != "query":  # the others are served
+        np.testing.assert_allclose(out[1:3], problem.out[1:3], atol=2e-5)
+
+
 def test_scores_of_any_size_neither_overflow_nor_vanish() -> None:
     problem = build(CASES["decode-boundaries"])
     q, *rest = problem.args
