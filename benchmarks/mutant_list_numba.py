@@ -1,14 +1,14 @@
-"""The mutants of decode on a CPU with Numba."""
+"""The mutants of attention on a CPU with Numba."""
 
 from __future__ import annotations
 
 from mutant_list import ATTENTION, Mutant
 
 
-def decode(what: str, old: str, new: str, case: str) -> Mutant:
+def decode(what: str, old: str, new: str, case: str, file: str = "numba_decode.py") -> Mutant:
     return Mutant(
-        what=f"Numba decode: {what}",
-        file="paged_attention/numba_decode.py",
+        what=f"Numba {'tiles' if file == 'numba_tiles.py' else 'decode'}: {what}",
+        file=f"paged_attention/{file}",
         old=old,
         new=new,
         tests=ATTENTION,
@@ -16,17 +16,23 @@ def decode(what: str, old: str, new: str, case: str) -> Mutant:
     )
 
 
+def tiles(what: str, old: str, new: str, case: str) -> Mutant:
+    return decode(what, old, new, case, "numba_tiles.py")
+
+
 NUMBA_MUTANTS = (
-    decode("values for keys", "query[h] * row[h]", "query[h] * row[H + h]", "mixed"),
-    decode("a key too many", "min(B, length - b * B)", "min(B, length - b * B + 1)", "mixed"),
+    decode("values for keys", "query[h] * row[h]", "query[h] * row[head_size + h]", "mixed"),
+    decode(
+        "a key too many",
+        "min(block_size, length - b * block_size)",
+        "min(block_size, length - b * block_size + 1)",
+        "mixed",
+    ),
     decode("the scale is dropped", "= score * scale", "= score", "scale"),
     decode(
-        "a window one wider",
-        "lens[s] - record[_WINDOW])",
-        "lens[s] - record[_WINDOW] - 1)",
-        "window",
+        "a window one wider", "length - record[WINDOW])", "length - record[WINDOW] - 1)", "window"
     ),
-    decode("a window forgotten within a block", "max(0, first - b * B)", "0", "window"),
+    decode("a window forgotten within a block", "max(0, first - b * block_size)", "0", "window"),
     decode(
         "a new peak leaves the old sum", "total[n] *= shrink", "total[n] *= _ONE", "decode-long"
     ),
@@ -36,13 +42,65 @@ NUMBA_MUTANTS = (
         "values[h] *= _ONE",
         "decode-long",
     ),
-    decode("spans weigh the same", "exp(slot[H] - peak)", "exp(_ZERO)", "decode-long"),
+    decode("spans weigh the same", "exp(slot[head_size] - peak)", "exp(_ZERO)", "decode-long"),
     decode(
         "the last span is left out",
-        "(end - 1) // record[_SPAN_BLOCKS] + 1)",
-        "(end - 1) // record[_SPAN_BLOCKS])",
+        "spans = range(begin // record[SPAN_BLOCKS], (end - 1) // record[SPAN_BLOCKS] + 1)",
+        "spans = range(begin // record[SPAN_BLOCKS], (end - 1) // record[SPAN_BLOCKS])",
         "decode-long",
     ),
-    decode("prompts decode as well", "starts[s] != 1", "starts[s] < 1", "mixed"),
-    decode("another group's queries", "q[k * G + g]", "q[g]", "mixed"),
+    decode("prompts decode as well", "num_queries != 1 or", "num_queries < 1 or", "mixed"),
+    decode("another group's queries", "q[k * group + g]", "q[g]", "mixed"),
+    tiles(
+        "another head's keys",
+        "key = kv + (np.int64(table[b]) * num_kv_heads + k)",
+        "key = kv + (np.int64(table[b]) * num_kv_heads)",
+        "mixed",
+    ),
+    tiles(
+        "another head's values",
+        "first = (np.int64(table[b]) * num_kv_heads + k)",
+        "first = (np.int64(table[b]) * num_kv_heads)",
+        "mixed",
+    ),
+    tiles("keys for values", "first + head_size + h", "first + h", "mixed"),
+    tiles("nothing is masked", "if is_masked:", "if False:", "mixed"),
+    tiles(
+        "a chunk of keys too early is whole",
+        "> high[0] + 1 or",
+        "> high[0] + 2 or",
+        "prefill-over-tiles",
+    ),
+    tiles("a window's first chunk is whole", "or begin * block_size < last_low", "", "window"),
+    tiles("a window one wider", "high[i] - window + 1)", "high[i] - window)", "window"),
+    tiles("every query sees all", "if record[IS_CAUSAL]:", "if False:", "mixed"),
+    tiles("no query sees all", "if record[IS_CAUSAL]:", "if True:", "not-causal"),
+    tiles(
+        "the scale is dropped", "scale_of(record) * _LOG2_E", "_LOG2_E * np.float32(0.125)", "scale"
+    ),
+    tiles(
+        "a new peak leaves the old sum",
+        "load(total, width) * shrink",
+        "load(total, width)",
+        "prefill-over-tiles",
+    ),
+    tiles(
+        "a new peak leaves the old values",
+        "load(own, width) * shrink, ",
+        "load(own, width), ",
+        "prefill-over-tiles",
+    ),
+    tiles("weights of 2 to the power of natural logarithms", "* _LN_2", "* _ONE", "mixed"),
+    tiles(
+        "the last chunk is left out",
+        "last_high // block_size + 1",
+        "last_high // block_size",
+        "mixed",
+    ),
+    tiles(
+        "tiles of a head in each other's place",
+        "per_head - 1 - index % per_head",
+        "index % 1",
+        "prefill-over-tiles",
+    ),
 )

@@ -1,7 +1,7 @@
-"""`paged_attention` for CPUs with Numba: decode reads the blocks where they lie.
+"""`paged_attention` for CPUs with Numba, which reads the blocks where they lie.
 
 XLA must gather them first, which takes longer than everything else in a decode step but the
-products. Prefill is XLA's as it is: there the products are what takes the time.
+products; and its attention to long contexts reaches half the speed of its products.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from ..chips import current_platform
 from .arguments import AttentionOptions
-from .xla import attend_tiles, empty_result, tables_in_use
+from .xla import empty_result, tables_in_use
 
 
 def cpu_kernels() -> str | None:
@@ -33,12 +33,13 @@ def _register() -> str:
     if current_platform() != "cpu":
         raise NotImplementedError("it runs on CPUs only")
     try:
-        from .numba_decode import register
+        from .numba_call import register
+
+        return register()
     except ImportError as error:
         raise NotImplementedError(f"{error}: pip install 'octavo[cpu]'") from error
     except RuntimeError as error:  # no folder for what it compiles can be written
         raise NotImplementedError(f"{error}: set NUMBA_CACHE_DIR") from error
-    return register()
 
 
 def paged_attention_numba(
@@ -53,18 +54,17 @@ def paged_attention_numba(
     """See `octavo.pallas_kernels.paged_attention`."""
     if q.dtype != jnp.float32 or kv_cache.dtype != jnp.float32:
         raise NotImplementedError(f"{q.dtype=} and {kv_cache.dtype=} must be float32")
-    if sinks is not None or options.soft_cap is not None or options.batch_invariant:
-        raise NotImplementedError("sinks, soft_cap and batch_invariant are not supported")
-    if kv_cache.shape[2] % 4:
-        raise NotImplementedError(f"{kv_cache.shape=} must have blocks of a multiple of 4 tokens")
+    if sinks is not None or options.soft_cap is not None:
+        raise NotImplementedError("sinks and soft_cap are not supported")
+    if kv_cache.shape[2] % 4 or q.shape[2] % 4:
+        raise NotImplementedError(
+            f"{kv_cache.shape=} must have blocks, and {q.shape=} heads, of a multiple of 4"
+        )
     name = _register()
     from .numba_decode import blocks_of_span
 
     tables = tables_in_use(kv_cache, block_tables, context_lens)
     out, lse = empty_result(q)
-    if options.max_query_len > 1:
-        rest = (kv_cache, tables, context_lens, query_start, sinks, options)
-        out, lse = attend_tiles((out, lse), q, *rest)
     (_, num_heads, head_size), (num_seqs, table_len) = q.shape, tables.shape
     span_blocks = blocks_of_span(kv_cache.shape[2], table_len)
     slots = (num_seqs, -(-table_len // span_blocks), num_heads, head_size + 2)
@@ -77,7 +77,8 @@ def paged_attention_numba(
         name, results, input_output_aliases={7: 0, 8: 1}, vmap_method="sequential"
     )
     scale = jnp.full(1, options.scale, jnp.float32)
-    numbers = jnp.array([options.sliding_window or 0, span_blocks, _num_threads()], jnp.int32)
+    numbers = [options.sliding_window or 0, span_blocks, _num_threads()]
+    numbers = jnp.array([*numbers, options.causal, options.batch_invariant], jnp.int32)
     lists = (tables, context_lens, query_start)
     out, lse, _ = call(q, kv_cache, *lists, scale, numbers, out, lse)
     return out, lse

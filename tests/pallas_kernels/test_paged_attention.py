@@ -53,7 +53,7 @@ TOO_LARGE = {"decode-long", "decode-thousands", "prefill-over-tiles", "prefill-t
 REFUSED = {
     ("mosaic_tpu", "block-3"): "block_size=3",
     ("mosaic_gpu", "block-3"): "block_size=3",
-    ("numba", "block-3"): "multiple of 4 tokens",
+    ("numba", "block-3"): "multiple of 4",
     **{("numba", name): "must be float32" for name in ("bf16", "int8", "fp8")},
     **{("numba", name): "not supported" for name in ("soft-cap", "sinks", "sinks-long")},
     ("numba", "int8-window-cap-sinks"): "must be float32",

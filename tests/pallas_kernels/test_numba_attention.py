@@ -1,4 +1,4 @@
-"""What decode on a CPU with Numba promises beside right numbers: threads, bits, and who uses it."""
+"""What attention on a CPU with Numba promises beside right numbers: threads, bits, its users."""
 
 from __future__ import annotations
 
@@ -18,38 +18,61 @@ from octavo.pallas_kernels import cpu_kernels, paged_attention
 from octavo.pallas_kernels.paged_attention import numba as numba_op
 
 LONG = Case(seqs=((1, 1000), (1, 5), (1, 2300), (0, 0), (1, 257)), heads=9, kv_heads=3)
+MIXED = Case(seqs=((130, 1000), (1, 5), (1, 2300), (0, 0), (3, 257), (40, 40)), heads=9, kv_heads=3)
 
 
-def decode(problem, **options):
-    return jax.jit(
-        lambda *args: paged_attention(*args, max_query_len=1, implementation="numba", **options)
-    )(*problem.args)
+def attend(problem, **options):
+    return jax.jit(lambda *args: paged_attention(*args, implementation="numba", **options))(
+        *problem.args
+    )
 
 
-def test_it_is_what_a_cpu_decodes_with() -> None:
+def test_it_is_what_a_cpu_attends_with() -> None:
     assert (cpu_kernels() or "").startswith("numba ")
     problem = build(CASES["decode-long"])
     text = jax.jit(paged_attention).lower(*problem.args).as_text()
-    assert "octavo.paged_decode" in text
+    assert "octavo.paged_attention" in text
     named = jax.jit(lambda *args: paged_attention(*args, implementation="xla"))
-    assert "octavo.paged_decode" not in named.lower(*problem.args).as_text()
+    assert "octavo.paged_attention" not in named.lower(*problem.args).as_text()
 
 
+@pytest.mark.parametrize("case", [LONG, MIXED], ids=["decode", "mixed"])
 @pytest.mark.parametrize("window", [None, 1, 300, 700])
 def test_no_bit_depends_on_the_number_of_threads(
-    window: int | None, monkeypatch: pytest.MonkeyPatch
+    window: int | None, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problem = build(Case(**{**LONG.__dict__, "window": window}))
+    problem = build(Case(**{**case.__dict__, "window": window}))
     options = {"sliding_window": window}
     results = []
     for num_threads in (1, 2, 3, 64):
         monkeypatch.setattr(numba_op, "_num_threads", lambda n=num_threads: n)
-        results.append(decode(problem, **options))
+        results.append(attend(problem, **options))
     out, lse = results[0]
     assert errors(out, lse, problem)[0] <= 2e-5
     for got in results[1:]:
         for a, b in zip(got, results[0], strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_no_bit_depends_on_how_queries_are_cut_into_calls(window: int | None) -> None:
+    problem = build(Case(seqs=((700, 1000),), heads=9, kv_heads=3, window=window))
+    q, cache, tables, _, _ = problem.args
+    whole = attend(problem, sliding_window=window)
+    for pieces in ([2] * 350, [699, 1], [1] * 20 + [21, 22, 637], [64, 300, 336]):
+        is_invariant, begin = 1 in pieces, 0
+        want = attend(problem, sliding_window=window, batch_invariant=is_invariant)
+        for a, b in zip(want, whole, strict=True):
+            np.testing.assert_array_equal(a, b)
+        for piece in pieces[:40]:
+            end = begin + piece
+            lists = (tables, jnp.array([300 + end]), jnp.array([0, piece]))
+            lists = tuple(x.astype(jnp.int32) for x in lists)
+            options = {"sliding_window": window, "batch_invariant": is_invariant}
+            got = paged_attention(q[begin:end], cache, *lists, **options, implementation="numba")
+            for a, b in zip(got, whole, strict=True):
+                np.testing.assert_array_equal(a, b[begin:end])
+            begin = end
 
 
 def test_long_tables_have_longer_spans() -> None:
@@ -61,35 +84,37 @@ def test_long_tables_have_longer_spans() -> None:
     assert errors(out, lse, problem)[0] <= 2e-5
 
 
+@pytest.mark.parametrize("in_tiles", [False, True])
 @pytest.mark.parametrize("what", ["context", "negative context", "query"])
-def test_lists_that_do_not_fit_together_touch_no_other_memory(what: str) -> None:
+def test_lists_that_do_not_fit_together_touch_no_other_memory(what: str, in_tiles: bool) -> None:
     problem = build(LONG)
     q, cache, tables, lens, start = problem.args
     if what == "query":
         start = start + 100_000
     else:
         lens = lens.at[0].set(10**6 if what == "context" else -50)
-    out, lse = paged_attention(
-        q, cache, tables, lens, start, max_query_len=1, implementation="numba"
-    )
+    options = {"max_query_len": 1, "batch_invariant": in_tiles, "implementation": "numba"}
+    out, lse = paged_attention(q, cache, tables, lens, start, **options)
     assert not np.asarray(out[0]).any() and np.isneginf(lse[0]).all()
     if what != "query":  # the others are served
         np.testing.assert_allclose(out[1:3], problem.out[1:3], atol=2e-5)
 
 
-def test_scores_of_any_size_neither_overflow_nor_vanish() -> None:
+@pytest.mark.parametrize("in_tiles", [False, True])
+def test_scores_of_any_size_neither_overflow_nor_vanish(in_tiles: bool) -> None:
     problem = build(CASES["decode-boundaries"])
     q, *rest = problem.args
     for factor in (1e3, 1e-6, 0.0):
         args = (q * factor, *rest)
-        got, _ = paged_attention(*args, max_query_len=1, implementation="numba")
+        options = {"max_query_len": 1, "batch_invariant": in_tiles}
+        got, _ = paged_attention(*args, **options, implementation="numba")
         want, _ = paged_attention(*args, max_query_len=1, implementation="reference")
         np.testing.assert_allclose(got, want, atol=2e-5)
 
 
 def test_calls_from_many_threads_do_not_wait_for_one_another() -> None:
-    problem = build(LONG)
-    run = jax.jit(lambda *args: paged_attention(*args, max_query_len=1, implementation="numba"))
+    problem = build(MIXED)
+    run = jax.jit(lambda *args: paged_attention(*args, implementation="numba"))
     want = np.asarray(run(*problem.args)[0])
     with ThreadPoolExecutor(8) as pool:
         calls = [pool.submit(lambda: np.asarray(run(*problem.args)[0])) for _ in range(200)]

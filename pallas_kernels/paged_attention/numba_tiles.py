@@ -1,0 +1,220 @@
+"""Attention of several queries to a sequence, on a CPU with Numba: prefill, and shared prefixes.
+
+The queries of a KV head are cut into tiles, a query in each place of a wide vector, and keys and
+values are numbers that they are multiplied with, read from the blocks where they lie. Keys are
+taken in chunks, where their own positions say, and each place is computed as if it were alone, so
+no bit depends on what else is computed, or by how many threads.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ..vectors import add_product, larger, load, only_between, power_of_two, splat, store, widest
+from .numba_record import (
+    IN_TILES,
+    IS_CAUSAL,
+    KV,
+    ROW,
+    WINDOW,
+    B,
+    H,
+    K,
+    N,
+    S,
+    arrays_of,
+    compiled,
+    queries_of,
+    scale_of,
+)
+
+WIDEST = widest()
+_CHUNK_TOKENS = 64
+_LOG2_E, _LN_2 = np.float32(1 / math.log(2)), np.float32(math.log(2))
+_ZERO, _ONE, _NONE = np.float32(0), np.float32(1), np.float32(-np.inf)
+_LOWEST = np.finfo(np.float32).min
+_I0, _I1, _I2, _I3 = (np.int32(i) for i in range(4))
+
+
+def _attend_to(width: int):
+    """What folds a chunk of keys into the softmax of a tile of `width` queries."""
+    line = 4 * width
+
+    @compiled()
+    def attend(kv, table, begin, end, k, sizes, is_masked, tile):
+        """Blocks `table[begin:end]` of the cache at the address `kv`, KV head k."""
+        num_kv_heads, block_size, row_len, head_size = sizes
+        query, scores, acc, peak, total, low, high = tile
+        row = 4 * row_len
+        none = splat(_ZERO, width)
+        place = scores
+        for b in range(begin, end):
+            key = kv + (np.int64(table[b]) * num_kv_heads + k) * block_size * row
+            for t in range(0, block_size, 4):
+                s0, s1, s2, s3 = none, none, none, none
+                for h in range(head_size):
+                    q, at = load(query + h * line, width), key + 4 * h
+                    s0 = add_product(s0, at, q)
+                    s1 = add_product(s1, at + row, q)
+                    s2 = add_product(s2, at + 2 * row, q)
+                    s3 = add_product(s3, at + 3 * row, q)
+                if is_masked:
+                    position = np.int32(b * block_size + t)
+                    s0 = only_between(s0, position + _I0, low, high)
+                    s1 = only_between(s1, position + _I1, low, high)
+                    s2 = only_between(s2, position + _I2, low, high)
+                    s3 = only_between(s3, position + _I3, low, high)
+                store(place, s0)
+                store(place + line, s1)
+                store(place + 2 * line, s2)
+                store(place + 3 * line, s3)
+                place += 4 * line
+                key += 4 * row
+
+        num_keys = (end - begin) * block_size
+        before = load(peak, width)
+        highest = before
+        for t in range(num_keys):
+            highest = larger(load(scores + t * line, width), highest)
+        store(peak, highest)
+        # Who has seen nothing yet has no peak to take off.
+        highest = larger(highest, splat(_LOWEST, width))
+        shrink = power_of_two(before - highest)
+        added = load(total, width) * shrink
+        for t in range(num_keys):
+            weight = power_of_two(load(scores + t * line, width) - highest)
+            store(scores + t * line, weight)
+            added = added + weight
+        store(total, added)
+
+        for h in range(0, head_size, 4):
+            own = acc + h * line
+            a0, a1 = load(own, width) * shrink, load(own + line, width) * shrink
+            a2, a3 = load(own + 2 * line, width) * shrink, load(own + 3 * line, width) * shrink
+            place = scores
+            for b in range(begin, end):
+                first = (np.int64(table[b]) * num_kv_heads + k) * block_size * row_len
+                value = kv + 4 * (first + head_size + h)
+                for _ in range(block_size):
+                    weight = load(place, width)
+                    a0 = add_product(a0, value, weight)
+                    a1 = add_product(a1, value + 4, weight)
+                    a2 = add_product(a2, value + 8, weight)
+                    a3 = add_product(a3, value + 12, weight)
+                    place += line
+                    value += row
+            store(own, a0)
+            store(own + line, a1)
+            store(own + 2 * line, a2)
+            store(own + 3 * line, a3)
+
+    return attend
+
+
+_attend_wide, _attend_narrow = _attend_to(WIDEST), _attend_to(WIDEST // 2)
+
+
+@compiled()
+def _tiles_of(record, s):
+    """How many tiles the queries of sequence s make for each KV head."""
+    _, num_queries, _ = queries_of(record, s)
+    if num_queries == 0 or (num_queries == 1 and not record[IN_TILES]):
+        return 0
+    return (num_queries * (record[N] // record[K]) + WIDEST - 1) // WIDEST
+
+
+@compiled()
+def count_tiles(record):
+    """(tiles of all sequences and KV heads, operations they take at most)."""
+    count, operations = 0, 0
+    for s in range(record[S]):
+        tiles, (_, _, length) = _tiles_of(record, s) * record[K], queries_of(record, s)
+        count += tiles
+        operations += tiles * WIDEST * length * record[H] * 4
+    return count, operations
+
+
+@compiled()
+def run_tile(record, index):
+    """Compute one of all tiles of all sequences and KV heads."""
+    s, own = 0, _tiles_of(record, 0) * record[K]
+    while index >= own:
+        index -= own
+        s += 1
+        own = _tiles_of(record, s) * record[K]
+    per_head = _tiles_of(record, s)
+    # The last tile of a head sees most keys: threads that take it first are done together.
+    k, first = index // per_head, (per_head - 1 - index % per_head) * WIDEST
+    rows = record[N] // record[K] * queries_of(record, s)[1]
+    width = WIDEST if rows - first > WIDEST // 2 else WIDEST // 2
+    block_size = record[B]
+    chunk_blocks = max(1, _CHUNK_TOKENS // block_size)
+    lines = 2 * record[H] + chunk_blocks * block_size + 4
+    _run_tile(record, s, k, first, width, chunk_blocks, np.empty(lines * width + 16, np.float32))
+
+
+@compiled()
+def _run_tile(record, s, k, first, width, chunk_blocks, memory):
+    """Compute the tile from row `first` on, in memory that the caller keeps."""
+    head_size, block_size, line = record[H], record[B], 4 * width
+    offset = -(memory.ctypes.data // 4) % 16  # vectors begin where lines of the cache do
+    lines = memory[offset : offset + (memory.size - 16) // width * width].reshape(-1, width)
+    query, acc, seen = lines[:head_size], lines[head_size : 2 * head_size], lines[2 * head_size :]
+    peak, total = seen[0], seen[1]
+    low, high = seen[2].view(np.int32), seen[3].view(np.int32)
+    address = lines.ctypes.data
+    seen_at = address + 2 * head_size * line
+    tile = (
+        address,
+        seen_at + 4 * line,
+        address + head_size * line,
+        seen_at,
+        seen_at + line,
+        seen_at + 2 * line,
+        seen_at + 3 * line,
+    )
+
+    q, tables, out, lse = arrays_of(record)
+    start, num_queries, length = queries_of(record, s)
+    group = record[N] // record[K]
+    count = min(width, num_queries * group - first)
+    factor, window = scale_of(record) * _LOG2_E, record[WINDOW]
+    for i in range(width):
+        peak[i], total[i], low[i], high[i] = _NONE, _ZERO, 1, 0
+        for h in range(head_size):
+            acc[h, i] = _ZERO
+    for i in range(width):
+        row, n = start + (first + i) // group, k * group + (first + i) % group
+        if i < count:
+            high[i] = length - 1
+            if record[IS_CAUSAL]:
+                high[i] = length - num_queries + row - start
+            low[i] = max(0, high[i] - window + 1) if window > 0 else 0
+            for h in range(head_size):
+                query[h, i] = q[row, n, h] * factor
+        else:
+            for h in range(head_size):
+                query[h, i] = _ZERO
+
+    sizes = (record[K], block_size, record[ROW], head_size)
+    last_low, last_high = low[count - 1], high[count - 1]
+    num_blocks = last_high // block_size + 1
+    begin = low[0] // block_size // chunk_blocks * chunk_blocks
+    while begin < num_blocks:
+        end = min(begin + chunk_blocks, num_blocks)
+        is_masked = end * block_size > high[0] + 1 or begin * block_size < last_low
+        args = (record[KV], tables[s], begin, end, k, sizes, is_masked, tile)
+        if width == WIDEST:
+            _attend_wide(*args)
+        else:
+            _attend_narrow(*args)
+        begin = end
+
+    for i in range(count):
+        row, n = start + (first + i) // group, k * group + (first + i) % group
+        inverse = _ONE / total[i] if total[i] > 0 else _ZERO
+        for h in range(head_size):
+            out[row, n, h] = acc[h, i] * inverse
+        lse[row, n] = (peak[i] + np.float32(math.log2(total[i]))) * _LN_2

@@ -1,0 +1,201 @@
+"""Vectors of float32 in Numba, as wide as wanted: what loops over arrays leave to luck.
+
+A `Vector` lives in registers, as many as its width takes (64 numbers: four of AVX-512); what is
+done with it is done with each of its numbers. It is a value inside one compiled function: pass
+addresses from one to another.
+
+Import this module only where Numba is installed.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import extending, types
+from numba.core import cgutils
+
+from .xla_ffi import intrinsic
+
+_FLOAT, _INT32 = ir.FloatType(), ir.IntType(32)
+_FLAGS = ("contract", "nsz", "arcp")
+# What numbers below it have as their power of two: nothing.
+_SMALLEST = -126.0
+# 2**x for x in [-1/2, 1/2]: the Taylor series of exp(x ln 2), to 2e-7 of the value.
+_SERIES = [math.log(2) ** n / math.factorial(n) for n in (6, 5, 4, 3, 2, 1)]
+
+
+def widest() -> int:
+    """Numbers of the widest vector of which five, and four numbers, fit this CPU's registers."""
+    return 64 if llvm.get_host_cpu_features().get("avx512f") else 16
+
+
+class Vector(types.Type):
+    """`width` numbers of float32."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        super().__init__(name=f"Vector({width})")
+
+
+@extending.register_model(Vector)
+class _VectorModel(extending.models.PrimitiveModel):
+    def __init__(self, data_model_manager, vector) -> None:
+        super().__init__(data_model_manager, vector, ir.VectorType(_FLOAT, vector.width))
+
+
+def _splat(builder, number, width: int, kind: ir.Type = _FLOAT):
+    vector = ir.VectorType(kind, width)
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), number, _INT32(0))
+    lanes = ir.Constant(ir.VectorType(_INT32, width), [0] * width)
+    return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), lanes)
+
+
+def _constant(number: float, width: int):
+    return ir.Constant(ir.VectorType(_FLOAT, width), [number] * width)
+
+
+def _call(builder, name: str, *args):
+    """One of LLVM's functions of vectors."""
+    kind = ir.FunctionType(args[0].type, [arg.type for arg in args])
+    suffix = f"v{args[0].type.count}f32"
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}.{suffix}")
+    return builder.call(function, args, fastmath=_FLAGS)
+
+
+@intrinsic
+def load(typing_context, address, width):
+    """The `width` numbers at an address, a multiple of 64 bytes; `width` is a constant."""
+    if not isinstance(width, types.IntegerLiteral):
+        return None
+    vector = Vector(width.literal_value)
+
+    def generate(context, builder, signature, args):
+        kind = context.get_value_type(vector)
+        return builder.load(builder.inttoptr(args[0], kind.as_pointer()), align=64)
+
+    return vector(types.int64, width), generate
+
+
+@intrinsic
+def store(typing_context, address, vector):
+    """Write to an address, a multiple of 64 bytes."""
+
+    def generate(context, builder, signature, args):
+        builder.store(args[1], builder.inttoptr(args[0], args[1].type.as_pointer()), align=64)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, vector), generate
+
+
+@intrinsic
+def number_at(typing_context, address):
+    """The float32 at an address."""
+
+    def generate(context, builder, signature, args):
+        return builder.load(builder.inttoptr(args[0], _FLOAT.as_pointer()))
+
+    return types.float32(types.int64), generate
+
+
+@intrinsic
+def splat(typing_context, number, width):
+    """A vector of `width` times the same number; `width` is a constant."""
+    if not isinstance(width, types.IntegerLiteral):
+        return None
+
+    def generate(context, builder, signature, args):
+        return _splat(builder, args[0], width.literal_value)
+
+    return Vector(width.literal_value)(types.float32, width), generate
+
+
+@intrinsic
+def add_product(typing_context, total, address, vector):
+    """`total` and the product of a vector with the float32 at an address, rounded once."""
+
+    def generate(context, builder, signature, args):
+        number = builder.load(builder.inttoptr(args[1], _FLOAT.as_pointer()))
+        factor = _splat(builder, number, vector.width)
+        return _call(builder, "fma", factor, args[2], args[0])
+
+    return vector(vector, types.int64, vector), generate
+
+
+@intrinsic
+def larger(typing_context, a, b):
+    """The larger number of two vectors, place by place."""
+
+    def generate(context, builder, signature, args):
+        is_larger = builder.fcmp_ordered(">", args[0], args[1])
+        return builder.select(is_larger, args[0], args[1])
+
+    return a(a, a), generate
+
+
+@intrinsic
+def power_of_two(typing_context, exponent):
+    """2**x of numbers up to 127; 0 of those below -126."""
+    width = exponent.width
+
+    def generate(context, builder, signature, args):
+        smallest = _constant(_SMALLEST, width)
+        # Not "is smaller": what is not a number is to stay so.
+        vanishes = builder.fcmp_ordered("<", args[0], smallest)
+        x = builder.select(vanishes, smallest, args[0])
+        whole = _call(builder, "rint", x)
+        x = builder.fsub(x, whole, flags=_FLAGS)
+        power = _constant(_SERIES[0], width)
+        for factor in (*_SERIES[1:], 1.0):
+            power = _call(builder, "fma", power, x, _constant(factor, width))
+        integers = ir.VectorType(_INT32, width)
+        shift = builder.shl(builder.fptosi(whole, integers), ir.Constant(integers, [23] * width))
+        power = builder.add(builder.bitcast(power, integers), shift)
+        power = builder.bitcast(power, ir.VectorType(_FLOAT, width))
+        return builder.select(vanishes, _constant(0.0, width), power)
+
+    return exponent(exponent), generate
+
+
+@intrinsic
+def only_between(typing_context, vector, position, low, high):
+    """The numbers where `low <= position <= high`, -inf elsewhere.
+
+    `low` and `high` are addresses of as many int32; `position` is one.
+    """
+    width = vector.width
+
+    def generate(context, builder, signature, args):
+        kind = ir.VectorType(_INT32, width)
+        own = _splat(builder, args[1], width, _INT32)
+        low, high = (
+            builder.load(builder.inttoptr(address, kind.as_pointer()), align=64)
+            for address in args[2:]
+        )
+        seen = builder.and_(
+            builder.icmp_signed(">=", own, low), builder.icmp_signed("<=", own, high)
+        )
+        return builder.select(seen, args[0], _constant(-math.inf, width))
+
+    return vector(vector, types.int32, types.int64, types.int64), generate
+
+
+def _operator(function, name: str) -> None:
+    @intrinsic
+    def apply(typing_context, a, b):
+        def generate(context, builder, signature, args):
+            return getattr(builder, name)(*args, flags=_FLAGS)
+
+        return a(a, a), generate
+
+    @extending.overload(function)
+    def typed(a, b):
+        if isinstance(a, Vector) and a == b:
+            return lambda a, b: apply(a, b)
+        return None
+
+
+for _function, _name in ((operator.add, "fadd"), (operator.sub, "fsub"), (operator.mul, "fmul")):
+    _operator(_function, _name)
