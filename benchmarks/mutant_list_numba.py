@@ -66,10 +66,10 @@ NUMBA_MUTANTS = (
     tiles("keys for values", "first + head_size + h", "first + h", "mixed"),
     tiles("nothing is masked", "if is_masked:", "if False:", "mixed"),
     tiles(
-        "a chunk of keys too early is whole",
+        "the chunk of the first query is whole",
         "> high[0] + 1 or",
-        "> high[0] + 2 or",
-        "prefill-over-tiles",
+        "> high[0] + block_size or",
+        "mixed",
     ),
     tiles("a window's first chunk is whole", "or begin * block_size < last_low", "", "window"),
     tiles("a window one wider", "high[i] - window + 1)", "high[i] - window)", "window"),

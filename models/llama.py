@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..paged import PagedBatch, cached_attention
+from ..pallas_kernels import linear
+from ..pallas_kernels.linear import by_rows
 from .config import LlamaConfig
 from .lora import LayerLora, LoraBatch, LoraStack, add_lora
-from .products import by_rows
 from .quantized import QuantizedWeight, check_quantization, quantize_parameter
 from .rope import apply_rope, rope_angles
 
@@ -76,7 +77,7 @@ class LlamaLayer(nnx.Module):
         """
         attended, kv_cache = self._attention(x, angles, kv_cache, batch, lora)
         x = x + attended
-        return x + self._mlp(x, lora, batch is not None and batch.batch_invariant), kv_cache
+        return x + self._mlp(x, batch, lora), kv_cache
 
     def _attention(
         self,
@@ -89,7 +90,7 @@ class LlamaLayer(nnx.Module):
         config = self.config
         normed = rms_norm(x, self.attn_norm[...], config.rms_norm_eps)
         invariant = batch is not None and batch.batch_invariant
-        qkv = _linear(normed, self.qkv.get_value(), self.qkv_bias, invariant)
+        qkv = _linear(normed, self.qkv.get_value(), self.qkv_bias, batch)
         q = qkv[:, :, :-2].reshape(x.shape[0], config.num_heads, config.head_size)
         q, k, v = add_lora(lora, "qkv", normed, (q, qkv[:, :, -2], qkv[:, :, -1]), invariant)
         if self.q_norm is not None and self.k_norm is not None:
@@ -103,16 +104,17 @@ class LlamaLayer(nnx.Module):
         else:
             out, kv_cache = cached_attention(q, k, v, kv_cache, batch, sliding_window=window)
         out = out.reshape(x.shape[0], -1)
-        projected = _linear(out, self.out.get_value(), self.out_bias, invariant, contracted=3)
+        projected = _linear(out, self.out.get_value(), self.out_bias, batch, contracted=3)
         (attended,) = add_lora(lora, "out", out, (projected,), invariant)
         return attended, kv_cache
 
-    def _mlp(self, x: jax.Array, lora: LayerLora | None, invariant: bool) -> jax.Array:
+    def _mlp(self, x: jax.Array, batch: PagedBatch | None, lora: LayerLora | None) -> jax.Array:
+        invariant = batch is not None and batch.batch_invariant
         normed = rms_norm(x, self.mlp_norm[...], self.config.rms_norm_eps)
-        gate_up = _linear(normed, self.gate_up.get_value(), self.gate_up_bias, invariant)
+        gate_up = _linear(normed, self.gate_up.get_value(), self.gate_up_bias, batch)
         gate, up = add_lora(lora, "gate_up", normed, (gate_up[:, 0], gate_up[:, 1]), invariant)
         hidden = jax.nn.silu(gate) * up
-        projected = _linear(hidden, self.down.get_value(), self.down_bias, invariant)
+        projected = _linear(hidden, self.down.get_value(), self.down_bias, batch)
         (out,) = add_lora(lora, "down", hidden, (projected,), invariant)
         return out
 
@@ -204,14 +206,23 @@ class Llama(nnx.Module):
         for i, layer in enumerate(self.layers):
             own = None if batch is None else (batch.stack[i], batch.tokens)
             x, _ = _run_layer(*nnx.split(layer), x, angles, None, None, own)
-        return self.logits(x)
+        return self._logits(x, False, "xla")
 
     def logits(self, x: jax.Array, batch_invariant: bool = False) -> jax.Array:
         """Logits `float32[R, V]` of hidden states `x: [R, D]`."""
+        return self._logits(x, batch_invariant, None)
+
+    def _logits(self, x: jax.Array, batch_invariant: bool, implementation: str | None) -> jax.Array:
         x = rms_norm(x, self.norm[...], self.config.rms_norm_eps)
         head = (self.embed if self.head is None else self.head).get_value()
         if isinstance(head, QuantizedWeight):
-            return head.times(x, batch_invariant)
+            return linear(
+                x.astype(jnp.float32),
+                head.words,
+                head.scale,
+                batch_invariant=batch_invariant,
+                implementation=implementation,
+            )
 
         def product(rows: jax.Array) -> jax.Array:
             return jnp.einsum("rd,vd->rv", rows, head, preferred_element_type=jnp.float32)
@@ -263,15 +274,18 @@ def _linear(
     x: jax.Array,
     weight: jax.Array | QuantizedWeight,
     bias: nnx.Param[jax.Array] | None,
-    batch_invariant: bool,
+    batch: PagedBatch | None,
     *,
     contracted: int = 1,
 ) -> jax.Array:
     """`x: [T, in]` times a weight whose first `contracted` axes are `in`, as one 2-D product."""
     if isinstance(weight, QuantizedWeight):
-        out_shape, y = weight.out_shape, weight.times(x, batch_invariant).astype(x.dtype)
+        out_shape, own = weight.out_shape, (weight.words, weight.scale)
     else:
-        out_shape, flat = weight.shape[contracted:], weight.reshape(x.shape[1], -1)
-        y = by_rows(lambda rows: rows @ flat, x, batch_invariant)
+        out_shape, own = weight.shape[contracted:], (weight.reshape(x.shape[1], -1),)
+    invariant = batch is not None and batch.batch_invariant
+    # What has no cache is to have a gradient.
+    kernel = "xla" if batch is None else None
+    y = linear(x, *own, batch_invariant=invariant, implementation=kernel)
     y = y.reshape(x.shape[0], *out_shape)
     return y if bias is None else y + bias[...]

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from ..pallas_kernels.linear import by_rows
 from .config import LlamaConfig
-from .products import by_rows
 
 FUSED: Mapping[str, tuple[str, ...]] = {
     "qkv": ("q_proj", "k_proj", "v_proj"),

@@ -9,6 +9,7 @@ from .chips import Chip as Chip
 from .chips import Interpretation as Interpretation
 from .chips import interpret_kernels as interpret_kernels
 from .copy_blocks import copy_blocks as copy_blocks
+from .cpu_kernels import cpu_kernels as cpu_kernels
 from .gather_blocks import gather_blocks as gather_blocks
 from .gather_blocks import scatter_blocks as scatter_blocks
 from .layout import NULL_BLOCK as NULL_BLOCK
@@ -16,8 +17,8 @@ from .layout import cache_shape as cache_shape
 from .layout import debug_checks as debug_checks
 from .layout import init_kv_cache as init_kv_cache
 from .layout import row_width as row_width
+from .linear import linear as linear
 from .merge_states import merge_states as merge_states
-from .paged_attention import cpu_kernels as cpu_kernels
 from .paged_attention import paged_attention as paged_attention
 from .quantise import kv_scales as kv_scales
 from .shared_prefix_attention import SharedPrefixes as SharedPrefixes
@@ -42,6 +43,7 @@ __all__ = [
     "interpret_kernels",
     "kernel_tuning",
     "kv_scales",
+    "linear",
     "merge_states",
     "paged_attention",
     "row_width",

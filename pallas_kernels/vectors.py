@@ -67,24 +67,41 @@ def _call(builder, name: str, *args):
 
 @intrinsic
 def load(typing_context, address, width):
-    """The `width` numbers at an address, a multiple of 64 bytes; `width` is a constant."""
+    """The `width` numbers at an address; `width` is a constant."""
     if not isinstance(width, types.IntegerLiteral):
         return None
     vector = Vector(width.literal_value)
 
     def generate(context, builder, signature, args):
         kind = context.get_value_type(vector)
-        return builder.load(builder.inttoptr(args[0], kind.as_pointer()), align=64)
+        return builder.load(builder.inttoptr(args[0], kind.as_pointer()), align=4)
 
     return vector(types.int64, width), generate
 
 
 @intrinsic
-def store(typing_context, address, vector):
-    """Write to an address, a multiple of 64 bytes."""
+def load_bytes(typing_context, address, place, width):
+    """Signed byte `place` of each of the `width` 4-byte words at an address, as numbers."""
+    if not isinstance(place, types.IntegerLiteral) or not isinstance(width, types.IntegerLiteral):
+        return None
+    left = 24 - 8 * place.literal_value
 
     def generate(context, builder, signature, args):
-        builder.store(args[1], builder.inttoptr(args[0], args[1].type.as_pointer()), align=64)
+        kind = ir.VectorType(_INT32, width.literal_value)
+        words = builder.load(builder.inttoptr(args[0], kind.as_pointer()), align=4)
+        words = builder.shl(words, ir.Constant(kind, [left] * kind.count))
+        words = builder.ashr(words, ir.Constant(kind, [24] * kind.count))
+        return builder.sitofp(words, ir.VectorType(_FLOAT, kind.count))
+
+    return Vector(width.literal_value)(types.int64, place, width), generate
+
+
+@intrinsic
+def store(typing_context, address, vector):
+    """Write to an address."""
+
+    def generate(context, builder, signature, args):
+        builder.store(args[1], builder.inttoptr(args[0], args[1].type.as_pointer()), align=4)
         return context.get_dummy_value()
 
     return types.void(types.int64, vector), generate
@@ -171,7 +188,7 @@ def only_between(typing_context, vector, position, low, high):
         kind = ir.VectorType(_INT32, width)
         own = _splat(builder, args[1], width, _INT32)
         low, high = (
-            builder.load(builder.inttoptr(address, kind.as_pointer()), align=64)
+            builder.load(builder.inttoptr(address, kind.as_pointer()), align=4)
             for address in args[2:]
         )
         seen = builder.and_(

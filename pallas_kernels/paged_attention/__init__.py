@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from ..dispatch import MOSAIC_GPU, MOSAIC_TPU, NUMBA, REFERENCE, XLA, Op
 from ..layout import check_cache, check_index_dtype, check_scales, debug_check_block_ids
 from .arguments import AttentionOptions
-from .numba import cpu_kernels as cpu_kernels
 from .numba import paged_attention_numba
 from .pallas import paged_attention_mosaic_gpu, paged_attention_mosaic_tpu
 from .reference import paged_attention_reference

@@ -6,40 +6,12 @@ products; and its attention to long contexts reaches half the speed of its produ
 
 from __future__ import annotations
 
-import os
-from importlib import metadata
-
 import jax
 import jax.numpy as jnp
 
-from ..chips import current_platform
+from ..cpu_kernels import num_threads, registered
 from .arguments import AttentionOptions
 from .xla import empty_result, tables_in_use
-
-
-def cpu_kernels() -> str | None:
-    """Make CPU kernels known to XLA; returns what compiled them, None if there are none.
-
-    A program that was compiled in another process needs this before it is loaded.
-    """
-    try:
-        _register()
-    except NotImplementedError:
-        return None
-    return f"numba {metadata.version('numba')}"
-
-
-def _register() -> str:
-    if current_platform() != "cpu":
-        raise NotImplementedError("it runs on CPUs only")
-    try:
-        from .numba_call import register
-
-        return register()
-    except ImportError as error:
-        raise NotImplementedError(f"{error}: pip install 'octavo[cpu]'") from error
-    except RuntimeError as error:  # no folder for what it compiles can be written
-        raise NotImplementedError(f"{error}: set NUMBA_CACHE_DIR") from error
 
 
 def paged_attention_numba(
@@ -60,7 +32,7 @@ def paged_attention_numba(
         raise NotImplementedError(
             f"{kv_cache.shape=} must have blocks, and {q.shape=} heads, of a multiple of 4"
         )
-    name = _register()
+    name = registered("paged_attention")
     from .numba_decode import blocks_of_span
 
     tables = tables_in_use(kv_cache, block_tables, context_lens)
@@ -77,12 +49,8 @@ def paged_attention_numba(
         name, results, input_output_aliases={7: 0, 8: 1}, vmap_method="sequential"
     )
     scale = jnp.full(1, options.scale, jnp.float32)
-    numbers = [options.sliding_window or 0, span_blocks, _num_threads()]
+    numbers = [options.sliding_window or 0, span_blocks, num_threads()]
     numbers = jnp.array([*numbers, options.causal, options.batch_invariant], jnp.int32)
     lists = (tables, context_lens, query_start)
     out, lse, _ = call(q, kv_cache, *lists, scale, numbers, out, lse)
     return out, lse
-
-
-def _num_threads() -> int:
-    return os.cpu_count() or 1

@@ -15,6 +15,7 @@ from numba import types
 from numba.np.numpy_support import carray
 
 from ..xla_ffi import pointer_to, prefetch
+from ..xla_threads import compiled
 from .numba_record import (
     COUNT,
     IN_TILES,
@@ -31,7 +32,6 @@ from .numba_record import (
     P,
     S,
     arrays_of,
-    compiled,
     queries_of,
     scale_of,
 )

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.np.numpy_support import carray
 
-from ..xla_ffi import API, ARGS, DATA, DIMS, RETS, pointer_to
+from ..xla_ffi import ARGS, DATA, RETS, pointer_to
+from ..xla_threads import OWN, buffer_of, compiled, shape_of
 
-# Words of the record of a call, which threads share until the last one lets go of it: addresses,
-# sizes, options, who is how far, and the arguments of functions of XLA.
-Q, KV, TABLES, LENS, STARTS, SCALE, OUT, LSE, SLOTS, XLA_API = range(10)
-T, N, H, P, K, B, ROW, S, M, SPANS = range(10, 20)
-WINDOW, SPAN_BLOCKS, IS_CAUSAL, IN_TILES = range(20, 24)
-COUNT, CHUNKS, TILES = range(24, 27)
-REFERENCES, NEXT, LEFT = range(27, 30)
-FUTURE_ARGS, SCHEDULE_ARGS, RECORD_WORDS = 32, 40, 48
-
-compiled = functools.partial(njit, nogil=True, error_model="numpy")
-
-
-@compiled()
-def _buffer(list_address, index):
-    """The words of an operand or result."""
-    addresses = carray(pointer_to(list_address, types.int64), (index + 1,))
-    return carray(pointer_to(addresses[index], types.int64), (DIMS + 1,))
+# Words of the record of a call, which threads share: addresses, sizes, options, items.
+Q, KV, TABLES, LENS, STARTS, SCALE, OUT, LSE, SLOTS = range(OWN, OWN + 9)
+T, N, H, P, K, B, ROW, S, M, SPANS = range(OWN + 9, OWN + 19)
+WINDOW, SPAN_BLOCKS, IS_CAUSAL, IN_TILES, COUNT, CHUNKS, TILES = range(OWN + 19, OWN + 26)
+RECORD_WORDS = OWN + 26
 
 
 @compiled()
@@ -36,20 +23,17 @@ def fill_record(record, frame):
     XLA may use the frame for another call before this one is over.
     """
     for at, index in ((Q, 0), (KV, 1), (TABLES, 2), (LENS, 3), (STARTS, 4), (SCALE, 5)):
-        record[at] = _buffer(frame[ARGS], index)[DATA]
+        record[at] = buffer_of(frame[ARGS], index)[DATA]
     for at, index in ((OUT, 0), (LSE, 1), (SLOTS, 2)):
-        record[at] = _buffer(frame[RETS], index)[DATA]
-    q = carray(pointer_to(_buffer(frame[ARGS], 0)[DIMS], types.int64), (3,))
-    kv = carray(pointer_to(_buffer(frame[ARGS], 1)[DIMS], types.int64), (4,))
-    tables = carray(pointer_to(_buffer(frame[ARGS], 2)[DIMS], types.int64), (2,))
-    slots = carray(pointer_to(_buffer(frame[RETS], 2)[DIMS], types.int64), (2,))
-    numbers = carray(pointer_to(_buffer(frame[ARGS], 6)[DATA], types.int32), (5,))
+        record[at] = buffer_of(frame[RETS], index)[DATA]
+    q, kv = shape_of(frame[ARGS], 0, 3), shape_of(frame[ARGS], 1, 4)
+    tables, slots = shape_of(frame[ARGS], 2, 2), shape_of(frame[RETS], 2, 4)
+    numbers = carray(pointer_to(buffer_of(frame[ARGS], 6)[DATA], types.int32), (5,))
     record[T], record[N], record[H] = q[0], q[1], q[2]
     record[P], record[K], record[B], record[ROW] = kv[0], kv[1], kv[2], kv[3]
     record[S], record[M], record[SPANS] = tables[0], tables[1], slots[1]
     record[WINDOW], record[SPAN_BLOCKS] = numbers[0], numbers[1]
     record[IS_CAUSAL], record[IN_TILES] = numbers[3], numbers[4]
-    record[XLA_API] = frame[API]
     return np.int64(numbers[2])
 
 

@@ -13,6 +13,7 @@ import math
 import numpy as np
 
 from ..vectors import add_product, larger, load, only_between, power_of_two, splat, store, widest
+from ..xla_threads import compiled
 from .numba_record import (
     IN_TILES,
     IS_CAUSAL,
@@ -25,7 +26,6 @@ from .numba_record import (
     N,
     S,
     arrays_of,
-    compiled,
     queries_of,
     scale_of,
 )

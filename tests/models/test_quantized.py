@@ -15,6 +15,7 @@ from octavo.models.loading import fingerprint
 from octavo.models.lora import LoraStack, init_lora
 from octavo.models.quantized import QuantizedWeight, quantize
 from octavo.models.weights import build_model
+from octavo.pallas_kernels import linear
 
 CONFIG = LlamaConfig(
     vocab_size=300,
@@ -65,35 +66,17 @@ def test_what_int8_can_hold_comes_back_exactly() -> None:
     np.testing.assert_array_equal(quantized.outputs(jnp.asarray(ids)), weight[:, ids].T)
 
 
-# One tile; many of one size; some, and what is left over.
-@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(48, 20), (1000, 256), (600, 1009)])
-@pytest.mark.parametrize("num_rows", [2, 20])
-def test_a_product_is_that_of_the_unpacked_weight(
-    num_inputs: int, num_outputs: int, num_rows: int
-) -> None:
-    quantized = quantize(jnp.asarray(weight_of(num_inputs, num_outputs)), (num_outputs,))
-    x = weight_of(num_rows, num_inputs, seed=1)
-    expected = x.astype(np.float64) @ dequantized(quantized).astype(np.float64)
-    for batch_invariant in (False, True):
-        y = quantized.times(jnp.asarray(x), batch_invariant)
-        np.testing.assert_allclose(y, expected, atol=2e-4, rtol=0)
-
-
-def test_a_batch_invariant_product_has_the_bits_of_a_row_alone() -> None:
-    quantized = quantize(jnp.asarray(weight_of(600, 1009)), (1009,))
-    x = jnp.asarray(weight_of(37, 600, seed=1))
-    together = quantized.times(x, True)
-    for rows in (slice(0, 1), slice(3, 20)):
-        np.testing.assert_array_equal(quantized.times(x[rows], True), together[rows])
-
-
+@pytest.mark.parametrize("implementation", ["xla", None])
 @pytest.mark.parametrize("num_rows", [1, 8])
-def test_no_loop_keeps_the_weight_unpacked(num_rows: int) -> None:
+def test_no_loop_keeps_the_weight_unpacked(num_rows: int, implementation: str | None) -> None:
     quantized = quantize(jnp.asarray(weight_of(256, 4096)), (4096,))
+
+    def times(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
+        return linear(x, weight.words, weight.scale, implementation=implementation)
 
     @jax.jit
     def decode(x: jax.Array, quantized: QuantizedWeight) -> jax.Array:
-        return jax.lax.fori_loop(0, 4, lambda _, x: quantized.times(x)[:, :256], x)
+        return jax.lax.fori_loop(0, 4, lambda _, x: times(x, quantized)[:, :256], x)
 
     program = decode.lower(jnp.ones((num_rows, 256)), quantized).compile()
     analysis = program.memory_analysis()
@@ -150,7 +133,7 @@ def test_a_model_in_bfloat16_computes_in_bfloat16_between_its_products() -> None
     embed = half.embed.get_value()
     assert half.dtype == jnp.bfloat16 and isinstance(embed, QuantizedWeight)
     x = embed.outputs(jnp.arange(4)).astype(half.dtype)
-    assert half.layers[0]._mlp(x, None, False).dtype == jnp.bfloat16
+    assert half.layers[0]._mlp(x, None, None).dtype == jnp.bfloat16
     assert half.logits(x).dtype == jnp.float32
 
 

@@ -45,7 +45,7 @@ def test_no_bit_depends_on_the_number_of_threads(
     options = {"sliding_window": window}
     results = []
     for num_threads in (1, 2, 3, 64):
-        monkeypatch.setattr(numba_op, "_num_threads", lambda n=num_threads: n)
+        monkeypatch.setattr(numba_op, "num_threads", lambda n=num_threads: n)
         results.append(attend(problem, **options))
     out, lse = results[0]
     assert errors(out, lse, problem)[0] <= 2e-5

@@ -1,0 +1,151 @@
+"""`linear`: products of float32 and int8 weights, against float64; and the promises about bits."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from octavo.pallas_kernels import linear
+from octavo.pallas_kernels.linear import numba as numba_op
+
+IMPLEMENTATIONS = ("numba", "xla", "reference")
+# (in, out): one panel in part; whole ones; some and a rest; whole pieces and groups, or not.
+SHAPES = ((48, 20), (64, 32), (576, 960), (1000, 256), (600, 1009), (1, 1), (33, 65))
+ROWS = (1, 2, 3, 4, 7, 8, 13, 20)
+
+
+def problem(num_rows: int, num_inputs: int, num_outputs: int, int8: bool) -> tuple:
+    """(x, weight, scale), and what the product is in float64."""
+    rng = np.random.default_rng([num_rows, num_inputs, num_outputs])
+    x = rng.standard_normal((num_rows, num_inputs)).astype(np.float32)
+    if not int8:
+        weight = rng.standard_normal((num_inputs, num_outputs)).astype(np.float32)
+        return (x, weight, None), x.astype(np.float64) @ weight
+    groups = -(-num_inputs // 32)
+    numbers = rng.integers(-127, 128, (groups, 8, 4, num_outputs)).astype(np.int8)
+    scale = rng.uniform(1e-3, 2e-2, (groups, num_outputs)).astype(np.float32)
+    words = np.ascontiguousarray(numbers.transpose(1, 0, 3, 2)).view("<i4")[..., 0]
+    unpacked = numbers.astype(np.float64) * scale[:, None, None].astype(np.float64)
+    return (x, words, scale), x @ unpacked.reshape(-1, num_outputs)[:num_inputs]
+
+
+def run(args: tuple, **options) -> np.ndarray:
+    x, weight, scale = (None if a is None else jnp.asarray(a) for a in args)
+    return np.asarray(jax.jit(lambda *own: linear(*own, **options))(x, weight, scale))
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["float32", "int8"])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, None], ids=str)
+def test_a_product_is_that_of_the_weight(
+    implementation: str | None, shape: tuple[int, int], int8: bool
+) -> None:
+    for num_rows in ROWS:
+        args, expected = problem(num_rows, *shape, int8)
+        for batch_invariant in (False, True):
+            y = run(args, batch_invariant=batch_invariant, implementation=implementation)
+            assert y.dtype == np.float32 and y.shape == expected.shape
+            np.testing.assert_allclose(y, expected, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["float32", "int8"])
+@pytest.mark.parametrize("implementation", ["numba", "xla", None], ids=str)
+def test_batch_invariant_rows_have_the_bits_they_have_alone(
+    implementation: str | None, int8: bool
+) -> None:
+    args, _ = problem(37, 600, 1009, int8)
+    options = {"batch_invariant": True, "implementation": implementation}
+    together = run(args, **options)
+    for rows in (slice(0, 1), slice(3, 20), slice(30, 37)):
+        alone = run((args[0][rows], *args[1:]), **options)
+        np.testing.assert_array_equal(alone, together[rows])
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["float32", "int8"])
+def test_no_bit_depends_on_the_number_of_threads(
+    int8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args, _ = problem(200, 576, 1009, int8)
+    results = []
+    for num_threads in (1, 2, 3, 64):
+        monkeypatch.setattr(numba_op, "num_threads", lambda n=num_threads: n)
+        results.append(run(args, implementation="numba"))
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
+
+
+def test_calls_from_many_threads_do_not_wait_for_one_another() -> None:
+    args, _ = problem(20, 576, 960, False)
+    product = jax.jit(lambda *own: linear(*own, implementation="numba"))
+    own = [jnp.asarray(a) for a in args[:2]]
+    want = np.asarray(product(*own))
+    with ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(lambda: np.asarray(product(*own))) for _ in range(200)]
+        for call in calls:
+            np.testing.assert_array_equal(call.result(timeout=60), want)
+
+
+def test_a_row_that_is_not_a_number_stays_with_itself() -> None:
+    (x, weight, _), _ = problem(12, 64, 96, False)
+    clean = run((x, weight, None), implementation="numba")
+    x[3] = np.nan
+    spoilt = run((x, weight, None), implementation="numba")
+    assert np.isnan(spoilt[3]).all()
+    np.testing.assert_array_equal(np.delete(spoilt, 3, 0), np.delete(clean, 3, 0))
+
+
+def test_cpus_take_the_kernel_for_all_but_the_fewest_rows() -> None:
+    for int8, most in ((False, 1), (True, 2)):
+        for num_rows in (1, 2, 3, 8):
+            args = [
+                None if a is None else jnp.asarray(a) for a in problem(num_rows, 64, 64, int8)[0]
+            ]
+            text = jax.jit(linear).lower(*args).as_text()
+            assert ("octavo.linear" in text) == (num_rows > most)
+
+
+def test_only_the_other_implementations_have_a_gradient() -> None:
+    (x, weight, _), _ = problem(4, 48, 20, False)
+
+    def loss(x: jax.Array, implementation: str) -> jax.Array:
+        return jnp.sum(linear(x, jnp.asarray(weight), implementation=implementation))
+
+    np.testing.assert_allclose(
+        jax.grad(loss)(jnp.asarray(x), "xla"), np.tile(weight.sum(1), (4, 1)), atol=1e-5
+    )
+    with pytest.raises(ValueError, match="differentiate"):
+        jax.grad(loss)(jnp.asarray(x), "numba")
+
+
+def test_nothing_times_something_is_nothing() -> None:
+    assert linear(jnp.zeros((0, 4)), jnp.zeros((4, 5))).shape == (0, 5)
+    np.testing.assert_array_equal(linear(jnp.zeros((2, 0)), jnp.zeros((0, 5))), np.zeros((2, 5)))
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "scale", "message"),
+    [
+        ((3, 4, 5), (4, 5), None, r"must be \[T, in\]"),
+        ((3, 4), (5, 4), None, r"must be \[in, out\], in=4"),
+        ((3, 40), (8, 1, 5), (1, 5), r"must be \[8, 2, out\]"),
+        ((3, 40), (8, 2, 5), (2, 6), r"scale.shape=\(2, 6\) must be \(2, 5\)"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(x, weight, scale, message: str) -> None:
+    scale = None if scale is None else jnp.zeros(scale)
+    kind = jnp.float32 if scale is None else jnp.int32
+    with pytest.raises(ValueError, match=message):
+        linear(jnp.zeros(x), jnp.zeros(weight, kind), scale)
+
+
+def test_what_the_kernel_cannot_do_is_refused_if_asked_for_and_done_by_xla_if_not() -> None:
+    x, weight = jnp.ones((4, 8), jnp.bfloat16), jnp.ones((8, 3), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="must be float32"):
+        linear(x, weight, implementation="numba")
+    assert linear(x, weight).dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match="must be int32"):
+        linear(jnp.ones((4, 8)), jnp.ones((8, 1, 3)), jnp.ones((1, 3)))
