@@ -16,7 +16,6 @@ from flax import nnx
 
 from ..paged import PagedBatch, cached_attention
 from ..pallas_kernels import linear
-from ..pallas_kernels.linear import by_rows
 from .config import LlamaConfig
 from .lora import LayerLora, LoraBatch, LoraStack, add_lora
 from .quantized import QuantizedWeight, check_quantization, quantize_parameter
@@ -215,19 +214,10 @@ class Llama(nnx.Module):
     def _logits(self, x: jax.Array, batch_invariant: bool, implementation: str | None) -> jax.Array:
         x = rms_norm(x, self.norm[...], self.config.rms_norm_eps)
         head = (self.embed if self.head is None else self.head).get_value()
+        product = partial(linear, batch_invariant=batch_invariant, implementation=implementation)
         if isinstance(head, QuantizedWeight):
-            return linear(
-                x.astype(jnp.float32),
-                head.words,
-                head.scale,
-                batch_invariant=batch_invariant,
-                implementation=implementation,
-            )
-
-        def product(rows: jax.Array) -> jax.Array:
-            return jnp.einsum("rd,vd->rv", rows, head, preferred_element_type=jnp.float32)
-
-        return by_rows(product, x, batch_invariant)
+            return product(x.astype(jnp.float32), head.words, head.scale)
+        return product(x, head, transposed=True)
 
     def quantized(self, quantization: str | None) -> Llama:
         """This model with the weights of its products in `"int8"`; None leaves it as it is.

@@ -108,6 +108,42 @@ def store(typing_context, address, vector):
 
 
 @intrinsic
+def transpose_square(typing_context, source, row, target, line):
+    """Write 16 x 16 numbers, whose rows begin `row` bytes apart, by columns, `line` bytes apart."""
+    size = 16
+
+    def generate(context, builder, signature, args):
+        kind = ir.VectorType(_FLOAT, size)
+
+        def place(base, step, i: int):
+            address = builder.add(base, builder.mul(step, ir.IntType(64)(i)))
+            return builder.inttoptr(address, kind.as_pointer())
+
+        rows = [builder.load(place(args[0], args[1], i), align=4) for i in range(size)]
+        distance = 1
+        while distance < size:
+            # Of each pair of rows, swap the squares that lie across the diagonal.
+            first, second = [], []
+            for i in range(size):
+                is_left = not i & distance
+                first.append(i if is_left else size + i - distance)
+                second.append(i + distance if is_left else size + i)
+            masks = [ir.Constant(ir.VectorType(_INT32, size), m) for m in (first, second)]
+            for i in range(size):
+                if not i & distance:
+                    pair = rows[i], rows[i + distance]
+                    rows[i], rows[i + distance] = (
+                        builder.shuffle_vector(*pair, mask) for mask in masks
+                    )
+            distance *= 2
+        for i, column in enumerate(rows):
+            builder.store(column, place(args[2], args[3], i), align=4)
+        return context.get_dummy_value()
+
+    return types.void(*(types.int64,) * 4), generate
+
+
+@intrinsic
 def number_at(typing_context, address):
     """The float32 at an address."""
 

@@ -15,7 +15,7 @@ import numpy as np
 from numba import cfunc, types
 from numba.np.numpy_support import carray
 
-from ..vectors import add_product, load, load_bytes, splat, store, widest
+from ..vectors import add_product, load, load_bytes, splat, store, transpose_square, widest
 from ..xla_ffi import ARGS, DATA, FRAME_WORDS, RETS, callback_of, pointer_to, prefetch
 from ..xla_threads import (
     OWN,
@@ -43,12 +43,13 @@ _GROUP, _PER_WORD = 32, 4
 # Below this a second thread costs more than it helps.
 _PART_BYTES = 1 << 16
 _ITEMS_PER_THREAD = 8
+_SQUARE = 16
 _ZERO = np.float32(0)
 
 # Words of the record of a call: addresses, sizes, panels.
 _X, _WEIGHT, _SCALE, _OUT = range(OWN, OWN + 4)
-_ROWS, _INPUTS, _OUTPUTS, _GROUPS, _PANELS, _ITEMS = range(OWN + 4, OWN + 10)
-_RECORD_WORDS = OWN + 10
+_ROWS, _INPUTS, _OUTPUTS, _GROUPS, _TRANSPOSED, _PANELS, _ITEMS = range(OWN + 4, OWN + 11)
+_RECORD_WORDS = OWN + 11
 
 
 @compiled()
@@ -61,8 +62,9 @@ def _fill_record(record, frame):
     record[_OUTPUTS] = shape_of(frame[RETS], 0, 2)[1]
     record[_GROUPS] = shape_of(frame[ARGS], 2, 2)[0]
     record[_PANELS] = (record[_OUTPUTS] + _WIDTH - 1) // _WIDTH
-    threads = carray(pointer_to(buffer_of(frame[ARGS], 3)[DATA], types.int32), (1,))
-    return np.int64(threads[0])
+    numbers = carray(pointer_to(buffer_of(frame[ARGS], 3)[DATA], types.int32), (2,))
+    record[_TRANSPOSED] = numbers[1]
+    return np.int64(numbers[0])
 
 
 @compiled()
@@ -74,6 +76,16 @@ def _copy(record, panel, first, begin, count):
         store(panel, load(source, _WIDTH))
         panel += _LINE
         source += row
+
+
+@compiled()
+def _transpose(record, panel, first, begin, count):
+    """A piece of a float32 weight whose rows are outputs; `count` is a multiple of a square."""
+    row = 4 * record[_INPUTS]
+    source = record[_WEIGHT] + first * row + 4 * begin
+    for n in range(0, _WIDTH, _SQUARE):
+        for i in range(0, count, _SQUARE):
+            transpose_square(source + n * row + 4 * i, row, panel + i * _LINE + 4 * n, _LINE)
 
 
 @compiled()
@@ -104,6 +116,13 @@ def _fill_last(record, panel, first, begin, count):
     """A piece of a panel that the weight's outputs do not fill, number by number."""
     num_outputs, groups = record[_OUTPUTS], record[_GROUPS]
     numbers = carray(pointer_to(panel, types.float32), (_PIECE, _WIDTH))
+    if record[_TRANSPOSED]:
+        shape = (num_outputs, record[_INPUTS])
+        weight = carray(pointer_to(record[_WEIGHT], types.float32), shape)
+        for n in range(num_outputs - first):
+            for i in range(count):
+                numbers[i, n] = weight[first + n, begin + i]
+        return
     if groups == 0:
         shape = (record[_INPUTS], num_outputs)
         weight = carray(pointer_to(record[_WEIGHT], types.float32), shape)
@@ -205,7 +224,9 @@ def _multiply_all(record, panel, ahead, begin, count, out, out_row):
     """Add the product of all rows with a piece; with the first rows, fetch the next piece."""
     rows, x_row, row = record[_ROWS], 4 * record[_INPUTS], 4 * record[_OUTPUTS]
     piece = (panel, count, ahead, row)
-    if record[_GROUPS] > 0:
+    if record[_TRANSPOSED]:
+        piece = (panel, count, ahead, _LINE)
+    elif record[_GROUPS] > 0:
         piece = (panel, count, panel, 0)
     x, m = record[_X] + 4 * begin, 0
     while m + 8 <= rows:
@@ -229,6 +250,8 @@ def _run_panel(record, first, begin, count, ahead, memory, padded):
     if record[_OUTPUTS] - first < _WIDTH:
         _fill_last(record, panel, first, begin, count)
         out, out_row = padded.ctypes.data, _LINE
+    elif record[_TRANSPOSED]:
+        _transpose(record, panel, first, begin, count)
     elif record[_GROUPS] > 0:
         _unpack(record, panel, first, begin, count)
     else:
@@ -254,6 +277,8 @@ def _run_item(record, index):
             ahead = record[_WEIGHT] + begin * row + 4 * (panel + 1) * _WIDTH
             if panel + 1 == high:
                 ahead = record[_WEIGHT] + (begin + count) * row + 4 * low * _WIDTH
+            if record[_TRANSPOSED]:  # what lies as far behind as all inputs of a panel
+                ahead = record[_WEIGHT] + 4 * (panel + 1) * _WIDTH * inputs + begin * _LINE
             _run_panel(record, panel * _WIDTH, begin, count, ahead, memory, padded)
     if has_rest:
         shape = (record[_ROWS], record[_OUTPUTS])
@@ -311,8 +336,8 @@ def register() -> str:
     """Make the custom call known to XLA; returns its name.
 
     Its operands are `x float32[T, in]`, the weight, `float32[in, out]` or `int32[8, G, out]`, its
-    `scale float32[G, out]` (G = 0 if it has none), and `threads int32[1]`; its result is
-    `float32[T, out]`.
+    `scale float32[G, out]` (G = 0 if it has none), and `(threads, is transposed) int32[2]`, the
+    latter for a weight `float32[out, in]` (`in` a multiple of 16); its result is `float32[T, out]`.
     """
     handler = _handler_of(source_digest())
     jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler.ctypes), platform="cpu")

@@ -8,6 +8,7 @@ to float32 first, a tile that stays in the cache at a time, for the library's pr
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -38,9 +39,17 @@ def by_rows(
 
 
 def linear_xla(
-    x: jax.Array, weight: jax.Array, scale: jax.Array | None, batch_invariant: bool
+    x: jax.Array,
+    weight: jax.Array,
+    scale: jax.Array | None,
+    batch_invariant: bool,
+    transposed: bool,
 ) -> jax.Array:
     """See `octavo.pallas_kernels.linear`."""
+    if transposed:
+        # The output head's: its logits are float32, whatever they are made of.
+        product = partial(jnp.einsum, "ti,oi->to", preferred_element_type=jnp.float32)
+        return by_rows(lambda rows: product(rows, weight), x, batch_invariant)
     if scale is None:
         return by_rows(lambda rows: rows @ weight, x, batch_invariant)
     # Tied to `x`, so that no loop around this, as that of decoding, unpacks the weight before it

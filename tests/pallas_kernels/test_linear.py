@@ -34,8 +34,8 @@ def problem(num_rows: int, num_inputs: int, num_outputs: int, int8: bool) -> tup
 
 
 def run(args: tuple, **options) -> np.ndarray:
-    x, weight, scale = (None if a is None else jnp.asarray(a) for a in args)
-    return np.asarray(jax.jit(lambda *own: linear(*own, **options))(x, weight, scale))
+    own = [None if a is None else jnp.asarray(a) for a in args]
+    return np.asarray(jax.jit(lambda *own: linear(*own, **options))(*own))
 
 
 @pytest.mark.parametrize("int8", [False, True], ids=["float32", "int8"])
@@ -50,6 +50,23 @@ def test_a_product_is_that_of_the_weight(
             y = run(args, batch_invariant=batch_invariant, implementation=implementation)
             assert y.dtype == np.float32 and y.shape == expected.shape
             np.testing.assert_allclose(y, expected, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(48, 20), (64, 32), (576, 970), (16, 1)])
+@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, None], ids=str)
+def test_a_weight_may_have_its_outputs_first(
+    implementation: str | None, shape: tuple[int, int]
+) -> None:
+    options = {"transposed": True, "implementation": implementation}
+    for num_rows in ROWS:
+        (x, weight, _), expected = problem(num_rows, *shape, False)
+        args = (x, np.ascontiguousarray(weight.T), None)
+        for batch_invariant in (False, True):
+            y = run(args, batch_invariant=batch_invariant, **options)
+            np.testing.assert_allclose(y, expected, atol=2e-4, rtol=0)
+        if implementation == "numba":
+            straight = run((x, weight, None), implementation="numba")
+            np.testing.assert_array_equal(y, straight)
 
 
 @pytest.mark.parametrize("int8", [False, True], ids=["float32", "int8"])
@@ -147,5 +164,12 @@ def test_what_the_kernel_cannot_do_is_refused_if_asked_for_and_done_by_xla_if_no
     with pytest.raises(NotImplementedError, match="must be float32"):
         linear(x, weight, implementation="numba")
     assert linear(x, weight).dtype == jnp.bfloat16
+    for implementation in (None, "reference"):
+        y = linear(x, weight.T, transposed=True, implementation=implementation)
+        assert y.dtype == jnp.float32
+    with pytest.raises(NotImplementedError, match="multiple of 16"):
+        linear(jnp.ones((4, 8)), jnp.ones((3, 8)), transposed=True, implementation="numba")
+    with pytest.raises(ValueError, match="not for int8"):
+        linear(jnp.ones((4, 8)), jnp.ones((8, 1, 3)), jnp.ones((1, 3)), transposed=True)
     with pytest.raises(ValueError, match="must be int32"):
         linear(jnp.ones((4, 8)), jnp.ones((8, 1, 3)), jnp.ones((1, 3)))
