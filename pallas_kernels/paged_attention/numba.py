@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ..cpu_kernels import num_threads, registered
 from .arguments import AttentionOptions
-from .xla import empty_result, tables_in_use
+from .xla import tables_in_use
 
 
 def paged_attention_numba(
@@ -36,21 +36,15 @@ def paged_attention_numba(
     from .numba_decode import blocks_of_span
 
     tables = tables_in_use(kv_cache, block_tables, context_lens)
-    out, lse = empty_result(q)
-    (_, num_heads, head_size), (num_seqs, table_len) = q.shape, tables.shape
+    (num_tokens, num_heads, head_size), (num_seqs, table_len) = q.shape, tables.shape
     span_blocks = blocks_of_span(kv_cache.shape[2], table_len)
     slots = (num_seqs, -(-table_len // span_blocks), num_heads, head_size + 2)
-    results = (
-        jax.ShapeDtypeStruct(out.shape, out.dtype),
-        jax.ShapeDtypeStruct(lse.shape, lse.dtype),
-        jax.ShapeDtypeStruct(slots, jnp.float32),
-    )
-    call = jax.ffi.ffi_call(
-        name, results, input_output_aliases={7: 0, 8: 1}, vmap_method="sequential"
-    )
+    shapes = (q.shape, (num_tokens, num_heads), slots)
+    results = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    call = jax.ffi.ffi_call(name, results, vmap_method="sequential")
     scale = jnp.full(1, options.scale, jnp.float32)
     numbers = [options.sliding_window or 0, span_blocks, num_threads()]
     numbers = jnp.array([*numbers, options.causal, options.batch_invariant], jnp.int32)
     lists = (tables, context_lens, query_start)
-    out, lse, _ = call(q, kv_cache, *lists, scale, numbers, out, lse)
+    out, lse, _ = call(q, kv_cache, *lists, scale, numbers)
     return out, lse

@@ -27,7 +27,17 @@ from ..xla_threads import (
     threads_of,
 )
 from .numba_decode import count_blocks, merge_spans, run_chunk
-from .numba_record import CHUNKS, COUNT, RECORD_WORDS, ROW, TILES, B, K, fill_record
+from .numba_record import (
+    CHUNKS,
+    COUNT,
+    RECORD_WORDS,
+    ROW,
+    TILES,
+    B,
+    K,
+    clear_rest,
+    fill_record,
+)
 from .numba_tiles import count_tiles, run_tile
 
 TARGET = "octavo.paged_attention"
@@ -65,6 +75,7 @@ def _run(frame):
     """Serve a call; returns the address of XLA's error, 0 if there is none."""
     record = np.empty(RECORD_WORDS, np.int64)
     num_threads = threads_of(frame, fill_record(record, frame))
+    clear_rest(record)
     record[COUNT] = count_blocks(record)
     parts = record[COUNT] * record[K] * record[B] * record[ROW] * 4 // _CHUNK_BYTES
     record[CHUNKS] = min(_CHUNKS_PER_THREAD * num_threads, record[COUNT], 1 + parts)
@@ -98,8 +109,7 @@ def register() -> str:
     Its operands are `q [T, N, H]`, `kv_cache [P, K, B, ROW]`, `block_tables int32[S, M]` (ids in
     use within `[0, P)`), `context_lens int32[S]`, `query_start int32[S+1]`, `scale float32[1]`,
     `(window, blocks of a span, threads, is causal, is batch-invariant) int32[5]` (0 for no
-    window), `out [T, N, H]` and `lse [T, N]`, the last two aliased to its first two results, in
-    which it fills the rows of all sequences. Its third result, `float32[S, spans, N, H + 2]`, is
+    window). Its results are `out [T, N, H]`, `lse [T, N]`, and `float32[S, spans, N, H + 2]` for
     its notes.
     """
     handler = _handler_of(source_digest())

@@ -68,3 +68,23 @@ def arrays_of(record):
         carray(pointer_to(record[OUT], types.float32), heads),
         carray(pointer_to(record[LSE], types.float32), heads[:2]),
     )
+
+
+@compiled()
+def clear_rest(record):
+    """Fill the rows that no sequence will: with zeros, and -inf."""
+    _, _, out, lse = arrays_of(record)
+    starts = carray(pointer_to(record[STARTS], types.int32), (record[S] + 1,))
+    begin, end = 0, 0  # of what the sequences fill, side by side
+    for s in range(record[S]):
+        first, num_queries, _ = queries_of(record, s)
+        if num_queries == 0 and starts[s] == starts[s + 1]:
+            continue
+        if num_queries == 0 or (end > 0 and first != end):
+            begin, end = 0, 0  # the lists do not fit together: clear it all
+            break
+        begin, end = (begin if end > 0 else first), first + num_queries
+    for row in range(record[T]):
+        if not begin <= row < end:
+            out[row] = 0
+            lse[row] = -np.inf

@@ -73,6 +73,17 @@ def test_temperature_sharpens_and_zero_is_greedy() -> None:
     assert abs(freq[1] - probs[best] / probs.sum()) < 0.05
 
 
+@pytest.mark.parametrize("vocab_size", [1, 2, 511, 512, 513, 1024, 1700])
+def test_greedy_takes_the_first_of_the_largest(vocab_size: int) -> None:
+    logits = np.random.default_rng(0).integers(-3, 2, (200, vocab_size)).astype(np.float32)
+    logits[0] = -np.inf
+    logits[1] = -np.inf
+    logits[1, -1] = 0
+    logits[2] = 7
+    drawn = sample(jnp.asarray(logits), rows(200, temperature=0))
+    np.testing.assert_array_equal(drawn, logits.argmax(axis=1))
+
+
 def test_a_row_depends_on_its_own_seed_and_index_only() -> None:
     logits = jnp.asarray(np.random.default_rng(2).normal(size=(8, V)).astype(np.float32))
     mixed = replace(rows(8), temperature=jnp.asarray([0, 1, 2, 0, 1, 1, 1, 1], jnp.float32))

@@ -1,6 +1,6 @@
-"""Decode attention on a CPU: Numba's kernel beside XLA's, and the bytes that both must read.
+"""Attention on a CPU: Numba's kernel beside XLA's, the bytes that decode reads, prefill's FLOP/s.
 
-    python benchmarks/cpu_decode.py [--layers 8] [--repeats 20] [--json FILE]
+    python benchmarks/cpu_attention.py [--layers 8] [--repeats 20] [--json FILE]
 
 Every layer has a cache of its own, with blocks in random order, so that nothing is read from the
 processor's cache that a model would find in memory. Times are the least of the repeats, by layer.
@@ -22,10 +22,16 @@ import numpy as np
 from octavo.pallas_kernels import paged_attention
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK = 9, 3, 64, 16  # of SmolLM2
-SHAPES = ((1, 545), (1, 8192), (8, 545), (32, 1100))  # sequences, tokens of each
+# Sequences, tokens of each, how many of these are queries.
+SHAPES = (
+    *((1, 545, 1), (1, 8192, 1), (8, 545, 1), (32, 1100, 1)),
+    *((1, 512, 512), (1, 2048, 512), (1, 8192, 512), (1, 2080, 32), (1, 8160, 32), (8, 545, 5)),
+)
 
 
-def milliseconds(implementation: str, args: tuple, caches: list[jax.Array], repeats: int) -> float:
+def milliseconds(
+    implementation: str, queries: int, args: tuple, caches: list[jax.Array], repeats: int
+) -> float:
     """Of one layer, all layers one after the other."""
 
     @jax.jit
@@ -33,7 +39,7 @@ def milliseconds(implementation: str, args: tuple, caches: list[jax.Array], repe
         x = q
         for cache in caches:
             x, _ = paged_attention(
-                x / 2 + q, cache, *lists, max_query_len=1, implementation=implementation
+                x / 2 + q, cache, *lists, max_query_len=queries, implementation=implementation
             )
         return x
 
@@ -52,21 +58,29 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rng, rows = np.random.default_rng(0), []
-    print(
-        "| sequences | tokens | Numba ms | XLA ms | ratio | Numba GB/s |\n|--:|--:|--:|--:|--:|--:|"
-    )
-    for num_seqs, length in SHAPES:
+    print("| sequences | tokens | queries | Numba ms | XLA ms | ratio | Numba |")
+    print("|--:|--:|--:|--:|--:|--:|--:|")
+    for num_seqs, length, queries in SHAPES:
         columns = -(-length // BLOCK)
         shape = (num_seqs * columns + 1, KV_HEADS, BLOCK, 2 * HEAD_SIZE)
         caches = [jnp.asarray(rng.standard_normal(shape, np.float32)) for _ in range(args.layers)]
         tables = 1 + rng.permutation(num_seqs * columns).reshape(num_seqs, columns)
-        q = rng.standard_normal((num_seqs, HEADS, HEAD_SIZE), np.float32)
-        lists = (tables, np.full(num_seqs, length), np.arange(num_seqs + 1))
+        q = rng.standard_normal((num_seqs * queries, HEADS, HEAD_SIZE), np.float32)
+        starts = np.arange(num_seqs + 1) * queries
+        lists = (tables, np.full(num_seqs, length), starts)
         call = (jnp.asarray(q), *(jnp.asarray(x, jnp.int32) for x in lists))
-        ours, xla = (milliseconds(n, call, caches, args.repeats) for n in ("numba", "xla"))
-        rate = num_seqs * length * KV_HEADS * 2 * HEAD_SIZE * 4 / ours / 1e6
-        rows.append({"seqs": num_seqs, "tokens": length, "numba_ms": ours, "xla_ms": xla})
-        print(f"| {num_seqs} | {length} | {ours:.3f} | {xla:.3f} | {xla / ours:.1f} | {rate:.0f} |")
+        ours, xla = (
+            milliseconds(name, queries, call, caches, args.repeats) for name in ("numba", "xla")
+        )
+        seen = sum(range(length - queries + 1, length + 1))
+        if queries == 1:
+            rate = f"{num_seqs * length * KV_HEADS * 2 * HEAD_SIZE * 4 / ours / 1e6:.0f} GB/s"
+        else:
+            rate = f"{num_seqs * seen * HEADS * HEAD_SIZE * 4 / ours / 1e6:.0f} GFLOP/s"
+        row = {"seqs": num_seqs, "tokens": length, "queries": queries}
+        rows.append(row | {"numba_ms": ours, "xla_ms": xla})
+        cells = (num_seqs, length, queries, f"{ours:.3f}", f"{xla:.3f}", f"{xla / ours:.1f}")
+        print("| " + " | ".join(map(str, (*cells, rate))) + " |", flush=True)
     if args.json:
         about = {name: metadata.version(name) for name in ("jax", "jaxlib", "numba")}
         about |= {"cpus": os.cpu_count()}
