@@ -50,8 +50,8 @@ BASELINE |= {"cascade": "off", "speculation": "off"}
 
 
 def real_prompts(loaded: LoadedModel, count: int, longest: int) -> list[list[int]]:
-    """Pieces of this project's own prose and code, as token ids."""
-    files = [ROOT / "README.md", *sorted(ROOT.glob("paged/*.py")), *sorted(ROOT.glob("serve/*.py"))]
+    """Pieces of this project's own code and what it says about itself, as token ids."""
+    files = [*sorted(ROOT.glob("paged/*.py")), *sorted(ROOT.glob("serve/*.py"))]
     words = loaded.tokenizer.encode("\n".join(file.read_text() for file in files))
     rng = np.random.default_rng(0)
     lengths = np.rint(np.geomspace(1, longest, count)).astype(int)

@@ -41,9 +41,11 @@ def of_jax(implementation: str) -> Callable[[int], Callable[[], object]]:
     import jax
     import jax.numpy as jnp
 
-    from octavo.pallas_kernels import linear
+    from octavo.pallas_kernels import linear, pack_weight
 
     layers, product = jax.device_put(weights()), partial(linear, implementation=implementation)
+    if implementation == "numba":
+        layers = [[pack_weight(weight) for weight in layer] for layer in layers]
 
     @jax.jit
     def run(x, wide, layers):

@@ -7,6 +7,7 @@ product and tensor parallelism cuts along K and F.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,9 +16,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..paged import PagedBatch, cached_attention
-from ..pallas_kernels import linear
+from ..pallas_kernels import cpu_kernels, linear
 from .config import LlamaConfig
 from .lora import LayerLora, LoraBatch, LoraStack, add_lora
+from .packed import PackedParameter, pack_parameter
 from .quantized import QuantizedWeight, check_quantization, quantize_parameter
 from .rope import apply_rope, rope_angles
 
@@ -215,6 +217,8 @@ class Llama(nnx.Module):
         x = rms_norm(x, self.norm[...], self.config.rms_norm_eps)
         head = (self.embed if self.head is None else self.head).get_value()
         product = partial(linear, batch_invariant=batch_invariant, implementation=implementation)
+        if isinstance(head, PackedParameter):
+            return product(x.astype(jnp.float32), head.weight)
         if isinstance(head, QuantizedWeight):
             return product(x.astype(jnp.float32), head.words, head.scale)
         return product(x, head, transposed=True)
@@ -231,15 +235,31 @@ class Llama(nnx.Module):
         check_quantization(quantization)
         if quantization is None:
             return self
+        return self._with_each(lambda name, value: quantize_parameter(name, value, self.config))
+
+    def packed(self) -> Llama:
+        """This model with its weights as the kernels of this machine read them fastest.
+
+        A copy of the weights that products read, where there are such kernels (on a CPU, in
+        float32); else the model itself.
+        """
+        if self.dtype != jnp.float32 or cpu_kernels() is None:
+            return self
+        return self._with_each(pack_parameter)
+
+    def _with_each(self, fn: Callable[[str, Any], Any]) -> Llama:
+        """This model with `fn(name, value)` for each parameter."""
         graphdef, state = nnx.split(self)
-        quantized = {
-            path: old.replace(quantize_parameter(str(path[-1]), old.get_value(), self.config))
+        changed = {
+            path: old.replace(fn(str(path[-1]), old.get_value()))
             for path, old in nnx.to_flat_state(state)
         }
-        return nnx.merge(graphdef, nnx.from_flat_state(quantized))
+        return nnx.merge(graphdef, nnx.from_flat_state(changed))
 
     def _embedded(self, tokens: jax.Array) -> jax.Array:
         embed = self.embed.get_value()
+        if isinstance(embed, PackedParameter):
+            return embed.weight.outputs(tokens).astype(self.dtype)
         if isinstance(embed, QuantizedWeight):
             return embed.outputs(tokens).astype(self.dtype)
         return embed[tokens]
@@ -262,20 +282,23 @@ def _run_layer(
 
 def _linear(
     x: jax.Array,
-    weight: jax.Array | QuantizedWeight,
+    weight: jax.Array | QuantizedWeight | PackedParameter,
     bias: nnx.Param[jax.Array] | None,
     batch: PagedBatch | None,
     *,
     contracted: int = 1,
 ) -> jax.Array:
     """`x: [T, in]` times a weight whose first `contracted` axes are `in`, as one 2-D product."""
-    if isinstance(weight, QuantizedWeight):
-        out_shape, own = weight.out_shape, (weight.words, weight.scale)
+    scale, own = None, weight
+    if isinstance(weight, PackedParameter):
+        out_shape, own = weight.out_shape, weight.weight
+    elif isinstance(weight, QuantizedWeight):
+        out_shape, own, scale = weight.out_shape, weight.words, weight.scale
     else:
-        out_shape, own = weight.shape[contracted:], (weight.reshape(x.shape[1], -1),)
+        out_shape, own = weight.shape[contracted:], weight.reshape(x.shape[1], -1)
     invariant = batch is not None and batch.batch_invariant
     # What has no cache is to have a gradient.
     kernel = "xla" if batch is None else None
-    y = linear(x, *own, batch_invariant=invariant, implementation=kernel)
+    y = linear(x, own, scale, batch_invariant=invariant, implementation=kernel)
     y = y.reshape(x.shape[0], *out_shape)
     return y if bias is None else y + bias[...]

@@ -20,7 +20,7 @@ from .config import LlamaConfig
 
 QUANTIZATIONS = ("int8",)
 # Number of input axes of the weights that are quantised.
-_INPUT_AXES = {"qkv": 1, "out": 3, "gate_up": 1, "down": 1}
+INPUT_AXES = {"qkv": 1, "out": 3, "gate_up": 1, "down": 1}
 
 
 @jax.tree_util.register_dataclass
@@ -57,8 +57,8 @@ def quantize_parameter(
     name: str, value: jax.Array, config: LlamaConfig
 ) -> jax.Array | QuantizedWeight:
     """A parameter of `Llama` as int8, if it is one that products read, or else as it is."""
-    if name in _INPUT_AXES:
-        axes = _INPUT_AXES[name]
+    if name in INPUT_AXES:
+        axes = INPUT_AXES[name]
         num_inputs = math.prod(value.shape[:axes])
         return quantize(value.reshape(num_inputs, -1), value.shape[axes:])
     if name == "head" or (name == "embed" and config.tie_embeddings):

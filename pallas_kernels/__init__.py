@@ -18,6 +18,8 @@ from .layout import debug_checks as debug_checks
 from .layout import init_kv_cache as init_kv_cache
 from .layout import row_width as row_width
 from .linear import linear as linear
+from .linear import pack_weight as pack_weight
+from .linear.packed import PackedWeight as PackedWeight
 from .merge_states import merge_states as merge_states
 from .paged_attention import paged_attention as paged_attention
 from .quantise import kv_scales as kv_scales
@@ -32,6 +34,7 @@ __all__ = [
     "NULL_BLOCK",
     "Chip",
     "Interpretation",
+    "PackedWeight",
     "SharedPrefixes",
     "Tuning",
     "cache_shape",
@@ -45,6 +48,7 @@ __all__ = [
     "kv_scales",
     "linear",
     "merge_states",
+    "pack_weight",
     "paged_attention",
     "row_width",
     "scatter_blocks",

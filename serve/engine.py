@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from ..models import LoadedModel, load_model
 from ..paged import OutOfBlocks
@@ -48,7 +49,8 @@ class Engine(RequestControl, Lifecycle, AdapterControl):
     of whoever added it.
 
     Args:
-        loaded: model, tokenizer and chat template, from `octavo.models.load_model`.
+        loaded: model, tokenizer and chat template, from `octavo.models.load_model`. On a CPU the
+            weights are copied (`Llama.packed`); what was given can be let go of.
         config: see `EngineConfig`.
 
     Raises:
@@ -57,6 +59,7 @@ class Engine(RequestControl, Lifecycle, AdapterControl):
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig | None = None):
         self.config = config = config or EngineConfig()
+        loaded = replace(loaded, model=loaded.model.packed())
         store = keep_compiled_programs(config, loaded.model)
         runner = ModelRunner(loaded.model, config)
         runner.keep_programs_in(store)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..models import LoadedModel, load_model
 from .cache_control import CacheControl
 from .intake import Intake
@@ -60,6 +62,7 @@ class Lifecycle(CacheControl):
             loaded = load_model(model, quantization=self.loaded.quantization)
         else:
             loaded = model
+        loaded = replace(loaded, model=loaded.model.packed())
         self._runner.load_weights(loaded.model)
         self._weights_id = object()
         self.reset_cache()

@@ -5,21 +5,24 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from ..cpu_kernels import cpu_kernels
 from ..dispatch import NUMBA, REFERENCE, XLA, Op
 from .numba import linear_numba
-from .packed import GROUP, WORDS_PER_GROUP, unpack
+from .packed import GROUP, WORDS_PER_GROUP, PackedWeight, pack, panel_width, unpack
 from .xla import by_rows as by_rows
 from .xla import linear_xla
 
 
 def _linear_reference(
     x: jax.Array,
-    weight: jax.Array,
+    weight: jax.Array | PackedWeight,
     scale: jax.Array | None,
     batch_invariant: bool,
     transposed: bool,
 ) -> jax.Array:
     del batch_invariant
+    if isinstance(weight, PackedWeight):
+        weight, scale = weight.plain()
     if transposed:
         return jnp.matmul(x, weight.T, precision="highest", preferred_element_type=jnp.float32)
     if scale is not None:
@@ -27,9 +30,8 @@ def _linear_reference(
     return jnp.matmul(x, weight, precision="highest").astype(x.dtype)
 
 
-# The most rows with which XLA is done sooner on a CPU, of a weight in float32 and of one in int8:
-# it reads either faster, but makes nothing of what it has read for the rows after those.
-_MOST_ROWS_FOR_XLA, _MOST_ROWS_FOR_XLA_INT8 = 1, 2
+# The most rows with which XLA is done sooner, on a CPU, with a weight that is transposed.
+_MOST_ROWS_FOR_XLA = 1
 
 _OP = Op(
     name="linear",
@@ -39,7 +41,7 @@ _OP = Op(
 
 def linear(
     x: jax.Array,
-    weight: jax.Array,
+    weight: jax.Array | PackedWeight,
     scale: jax.Array | None = None,
     *,
     transposed: bool = False,
@@ -53,15 +55,15 @@ def linear(
 
     Args:
         x: `[T, in]`.
-        weight: `[in, out]`, or `int32[8, G, out]`.
+        weight: `[in, out]`, or `int32[8, G, out]`, or either packed (`pack_weight`).
         scale: `float32[G, out]` factors of an int8 weight, else None.
         transposed: the weight is `[out, in]`, as an embedding that is also the output head; not
             with int8.
         batch_invariant: compute every row as if it were alone, so that its bits do not depend on
             what else is computed, on a CPU (XLA promises nothing elsewhere).
-        implementation: None picks by platform; "numba" (CPUs, float32 activations; bits never
-            depend on other rows; it has no gradient), "xla" or "reference". A named one never
-            falls back.
+        implementation: None picks by platform; "numba" (CPUs, float32 activations, weights that
+            are packed or transposed; bits never depend on other rows; it has no gradient), "xla"
+            or "reference". A named one never falls back.
 
     Returns:
         `[T, out]` in x's dtype; in float32 if transposed.
@@ -72,25 +74,59 @@ def linear(
     """
     if x.ndim != 2:
         raise ValueError(f"{x.shape=} must be [T, in]")
-    if transposed and scale is not None:
-        raise ValueError("transposed=True is not for int8 weights")
+    if isinstance(weight, PackedWeight):
+        num_inputs, num_outputs = weight.num_inputs, weight.num_outputs
+        if scale is not None or transposed or x.shape[1] != num_inputs:
+            raise ValueError(
+                f"{x.shape=}, {scale=} and {transposed=} must be [T, {num_inputs}], None and False "
+                "for a packed weight"
+            )
+    else:
+        _check_plain(x, weight, scale, transposed)
+        num_outputs = weight.shape[0 if transposed else -1]
+    if 0 in (*x.shape, num_outputs):
+        dtype = jnp.float32 if transposed else x.dtype
+        return jnp.zeros((x.shape[0], num_outputs), dtype)
+    if implementation is None and transposed and not batch_invariant:
+        implementation = XLA if x.shape[0] <= _MOST_ROWS_FOR_XLA else None
+    return _OP(implementation, x, weight, scale, batch_invariant, transposed)
+
+
+def _check_plain(
+    x: jax.Array, weight: jax.Array, scale: jax.Array | None, transposed: bool
+) -> None:
+    """Raises ValueError if shapes and dtypes do not fit together."""
     if scale is None:
         if weight.ndim != 2 or weight.shape[-1 if transposed else 0] != x.shape[1]:
             expected = "[out, in]" if transposed else "[in, out]"
             raise ValueError(f"{weight.shape=} must be {expected}, in={x.shape[1]}")
-    else:
-        groups = -(-x.shape[1] // GROUP)
-        if weight.ndim != 3 or weight.shape[:2] != (WORDS_PER_GROUP, groups):
-            raise ValueError(f"{weight.shape=} must be [{WORDS_PER_GROUP}, {groups}, out]")
-        if weight.dtype != jnp.int32 or scale.dtype != jnp.float32:
-            raise ValueError(f"{weight.dtype=} must be int32 and {scale.dtype=} float32")
-        if scale.shape != weight.shape[1:]:
-            raise ValueError(f"{scale.shape=} must be {weight.shape[1:]}")
-    num_outputs = weight.shape[0 if transposed else -1]
-    if 0 in (*x.shape, num_outputs):
-        dtype = jnp.float32 if transposed else x.dtype
-        return jnp.zeros((x.shape[0], num_outputs), dtype)
-    few = _MOST_ROWS_FOR_XLA if scale is None else _MOST_ROWS_FOR_XLA_INT8
-    if implementation is None and x.shape[0] <= few and not batch_invariant:
-        implementation = XLA
-    return _OP(implementation, x, weight, scale, batch_invariant, transposed)
+        return
+    if transposed:
+        raise ValueError("transposed=True is not for int8 weights")
+    groups = -(-x.shape[1] // GROUP)
+    if weight.ndim != 3 or weight.shape[:2] != (WORDS_PER_GROUP, groups):
+        raise ValueError(f"{weight.shape=} must be [{WORDS_PER_GROUP}, {groups}, out]")
+    if weight.dtype != jnp.int32 or scale.dtype != jnp.float32:
+        raise ValueError(f"{weight.dtype=} must be int32 and {scale.dtype=} float32")
+    if scale.shape != weight.shape[1:]:
+        raise ValueError(f"{scale.shape=} must be {weight.shape[1:]}")
+
+
+def pack_weight(
+    weight: jax.Array, scale: jax.Array | None = None, *, num_inputs: int | None = None
+) -> PackedWeight | None:
+    """The weight as the CPU's kernel reads it fastest, from one end to the other.
+
+    Args:
+        weight: `float32[in, out]`, or `int32[8, G, out]`.
+        scale: `float32[G, out]` factors of an int8 weight, else None.
+        num_inputs: of an int8 weight, if its last group is not full.
+
+    Returns:
+        A copy of the weight; None where there is no such kernel.
+    """
+    if cpu_kernels() is None or (scale is None and weight.dtype != jnp.float32):
+        return None
+    if num_inputs is None:
+        num_inputs = weight.shape[0] if scale is None else weight.shape[1] * GROUP
+    return pack(weight, scale, num_inputs, panel_width())

@@ -1,9 +1,9 @@
 """Products with weights as a custom call of XLA for CPU, compiled by Numba.
 
-A weight is cut into panels of as many outputs as a vector has numbers. Pieces of a panel, which the
-innermost cache holds, are copied or unpacked, and multiplied with all rows while the next one is
-fetched. Every number of the result is summed up input by input, and piece by piece, so its bits
-depend neither on the other rows nor on threads.
+A weight lies in panels of as many outputs as a vector has numbers, so that it is read from one end
+to the other. Pieces of a panel, which the innermost cache holds, are unpacked if need be, and
+multiplied with all rows while what follows is fetched. Every number of the result is summed up
+input by input, and piece by piece, so its bits depend neither on the other rows nor on threads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from numba import cfunc, types
 from numba.np.numpy_support import carray
 
-from ..vectors import add_product, load, load_bytes, splat, store, transpose_square, widest
+from ..vectors import add_product, load, load_bytes, splat, store, transpose_square
 from ..xla_ffi import ARGS, DATA, FRAME_WORDS, RETS, callback_of, pointer_to, prefetch
 from ..xla_threads import (
     OWN,
@@ -31,15 +31,17 @@ from ..xla_threads import (
     tell_xla,
     threads_of,
 )
+from .packed import GROUP, WORDS_PER_GROUP, panel_width
 
 TARGET = "octavo.linear"
 
-_WIDTH = widest() // 2
+_WIDTH = panel_width()
 _LINE = 4 * _WIDTH
 _CACHE_LINE = 64
 # Inputs of a piece: whole groups of an int8 weight.
 _PIECE = 64
-_GROUP, _PER_WORD = 32, 4
+# How far ahead what is read in one go is fetched.
+_AHEAD = 2 * _PIECE * _LINE
 # Below this a second thread costs more than it helps.
 _PART_BYTES = 1 << 16
 _ITEMS_PER_THREAD = 8
@@ -60,7 +62,7 @@ def _fill_record(record, frame):
     record[_OUT] = buffer_of(frame[RETS], 0)[DATA]
     record[_ROWS], record[_INPUTS] = shape_of(frame[ARGS], 0, 2)
     record[_OUTPUTS] = shape_of(frame[RETS], 0, 2)[1]
-    record[_GROUPS] = shape_of(frame[ARGS], 2, 2)[0]
+    record[_GROUPS] = shape_of(frame[ARGS], 2, 3)[1]
     record[_PANELS] = (record[_OUTPUTS] + _WIDTH - 1) // _WIDTH
     numbers = carray(pointer_to(buffer_of(frame[ARGS], 3)[DATA], types.int32), (2,))
     record[_TRANSPOSED] = numbers[1]
@@ -68,82 +70,37 @@ def _fill_record(record, frame):
 
 
 @compiled()
-def _copy(record, panel, first, begin, count):
-    """A piece of a float32 weight."""
-    row = 4 * record[_OUTPUTS]
-    source = record[_WEIGHT] + begin * row + 4 * first
-    for _ in range(count):
-        store(panel, load(source, _WIDTH))
-        panel += _LINE
-        source += row
+def _fetch(address):
+    for i in range(0, _LINE, _CACHE_LINE):
+        prefetch(address + i)
 
 
 @compiled()
-def _transpose(record, panel, first, begin, count):
-    """A piece of a float32 weight whose rows are outputs; `count` is a multiple of a square."""
+def _transpose(record, memory, first, begin, count):
+    """A piece of a weight whose rows are outputs; `count` is a multiple of a square."""
     row = 4 * record[_INPUTS]
     source = record[_WEIGHT] + first * row + 4 * begin
     for n in range(0, _WIDTH, _SQUARE):
         for i in range(0, count, _SQUARE):
-            transpose_square(source + n * row + 4 * i, row, panel + i * _LINE + 4 * n, _LINE)
+            transpose_square(source + n * row + 4 * i, row, memory + i * _LINE + 4 * n, _LINE)
 
 
 @compiled()
-def _unpack(record, panel, first, begin, count):
-    """A piece of an int8 weight, and a look ahead to the next one."""
-    row, groups = 4 * record[_OUTPUTS], record[_GROUPS]
-    words = _GROUP // _PER_WORD
-    for group in range(begin // _GROUP, (begin + count + _GROUP - 1) // _GROUP):
-        scale = load(record[_SCALE] + group * row + 4 * first, _WIDTH)
-        source = record[_WEIGHT] + group * row + 4 * first
-        ahead = source + _PIECE // _GROUP * row
-        if begin + count >= record[_INPUTS]:
-            ahead = record[_WEIGHT] + (group - begin // _GROUP) * row + 4 * (first + _WIDTH)
-        for _ in range(words):
-            for i in range(0, _LINE, _CACHE_LINE):
-                prefetch(ahead + i)
-            store(panel, load_bytes(source, 0, _WIDTH) * scale)
-            store(panel + _LINE, load_bytes(source, 1, _WIDTH) * scale)
-            store(panel + 2 * _LINE, load_bytes(source, 2, _WIDTH) * scale)
-            store(panel + 3 * _LINE, load_bytes(source, 3, _WIDTH) * scale)
-            panel += 4 * _LINE
-            source += groups * row
-            ahead += groups * row
-
-
-@compiled()
-def _fill_last(record, panel, first, begin, count):
-    """A piece of a panel that the weight's outputs do not fill, number by number."""
-    num_outputs, groups = record[_OUTPUTS], record[_GROUPS]
-    numbers = carray(pointer_to(panel, types.float32), (_PIECE, _WIDTH))
-    if record[_TRANSPOSED]:
-        shape = (num_outputs, record[_INPUTS])
-        weight = carray(pointer_to(record[_WEIGHT], types.float32), shape)
-        for n in range(num_outputs - first):
-            for i in range(count):
-                numbers[i, n] = weight[first + n, begin + i]
-        return
-    if groups == 0:
-        shape = (record[_INPUTS], num_outputs)
-        weight = carray(pointer_to(record[_WEIGHT], types.float32), shape)
-        for i in range(count):
-            for n in range(num_outputs - first):
-                numbers[i, n] = weight[begin + i, first + n]
-        return
-    words = _GROUP // _PER_WORD
-    scale = carray(pointer_to(record[_SCALE], types.float32), (groups, num_outputs))
-    packed = carray(pointer_to(record[_WEIGHT], types.int8), (words, groups, num_outputs, 4))
-    for i in range(count):
-        group, place = divmod(begin + i, _GROUP)
-        for n in range(num_outputs - first):
-            number = packed[place // _PER_WORD, group, first + n, place % _PER_WORD]
-            numbers[i, n] = np.float32(number) * scale[group, first + n]
-
-
-@compiled()
-def _fetch(address):
-    for i in range(0, _LINE, _CACHE_LINE):
-        prefetch(address + i)
+def _unpack(record, memory, panel, begin, count):
+    """A piece of a panel in int8."""
+    groups = record[_GROUPS]
+    for group in range(begin // GROUP, (begin + count + GROUP - 1) // GROUP):
+        at = panel * groups + group
+        scale = load(record[_SCALE] + at * _LINE, _WIDTH)
+        source = record[_WEIGHT] + at * WORDS_PER_GROUP * _LINE
+        for _ in range(WORDS_PER_GROUP):
+            _fetch(source + _AHEAD)
+            store(memory, load_bytes(source, 0, _WIDTH) * scale)
+            store(memory + _LINE, load_bytes(source, 1, _WIDTH) * scale)
+            store(memory + 2 * _LINE, load_bytes(source, 2, _WIDTH) * scale)
+            store(memory + 3 * _LINE, load_bytes(source, 3, _WIDTH) * scale)
+            memory += 4 * _LINE
+            source += _LINE
 
 
 @compiled()
@@ -164,6 +121,25 @@ def _multiply(x, x_row, piece, out, out_row, is_first):
         ahead += ahead_row
         x += 4
     _add(out, total, is_first)
+
+
+@compiled()
+def _multiply_words(record, panel, x, begin, count, out):
+    """Add one row's product with a piece in int8, of whole groups, as it is unpacked."""
+    total = splat(_ZERO, _WIDTH)
+    for group in range(begin // GROUP, (begin + count) // GROUP):
+        at = panel * record[_GROUPS] + group
+        scale = load(record[_SCALE] + at * _LINE, _WIDTH)
+        source = record[_WEIGHT] + at * WORDS_PER_GROUP * _LINE
+        for _ in range(WORDS_PER_GROUP):
+            _fetch(source + _AHEAD)
+            total = add_product(total, x, load_bytes(source, 0, _WIDTH) * scale)
+            total = add_product(total, x + 4, load_bytes(source, 1, _WIDTH) * scale)
+            total = add_product(total, x + 8, load_bytes(source, 2, _WIDTH) * scale)
+            total = add_product(total, x + 12, load_bytes(source, 3, _WIDTH) * scale)
+            source += _LINE
+            x += 16
+    _add(out, total, begin == 0)
 
 
 @compiled()
@@ -220,73 +196,59 @@ def _multiply_8(x, x_row, piece, out, out_row, is_first):
 
 
 @compiled()
-def _multiply_all(record, panel, ahead, begin, count, out, out_row):
-    """Add the product of all rows with a piece; with the first rows, fetch the next piece."""
-    rows, x_row, row = record[_ROWS], 4 * record[_INPUTS], 4 * record[_OUTPUTS]
-    piece = (panel, count, ahead, row)
-    if record[_TRANSPOSED]:
-        piece = (panel, count, ahead, _LINE)
-    elif record[_GROUPS] > 0:
-        piece = (panel, count, panel, 0)
-    x, m = record[_X] + 4 * begin, 0
+def _multiply_all(record, piece, begin, out):
+    """Add the products of all rows; with the first ones, fetch what `piece` says."""
+    rows, x_row, out_row = record[_ROWS], 4 * record[_INPUTS], 4 * record[_OUTPUTS]
+    x, m, is_first = record[_X] + 4 * begin, 0, begin == 0
+    again = (piece[0], piece[1], piece[0], 0)
     while m + 8 <= rows:
-        _multiply_8(x + m * x_row, x_row, piece, out + m * out_row, out_row, begin == 0)
-        piece = (panel, count, panel, 0)
+        _multiply_8(x + m * x_row, x_row, piece, out + m * out_row, out_row, is_first)
+        piece = again
         m += 8
     if m + 4 <= rows:
-        _multiply_4(x + m * x_row, x_row, piece, out + m * out_row, out_row, begin == 0)
-        piece = (panel, count, panel, 0)
+        _multiply_4(x + m * x_row, x_row, piece, out + m * out_row, out_row, is_first)
+        piece = again
         m += 4
     while m < rows:
-        _multiply(x + m * x_row, x_row, piece, out + m * out_row, out_row, begin == 0)
+        _multiply(x + m * x_row, x_row, piece, out + m * out_row, out_row, is_first)
+        piece = again
         m += 1
 
 
 @compiled()
-def _run_panel(record, first, begin, count, ahead, memory, padded):
-    """Add a piece of the panel of the outputs from `first` on, in memory that the caller keeps."""
-    panel = memory.ctypes.data + -memory.ctypes.data % _CACHE_LINE
-    out, out_row = record[_OUT] + 4 * first, 4 * record[_OUTPUTS]
-    if record[_OUTPUTS] - first < _WIDTH:
-        _fill_last(record, panel, first, begin, count)
-        out, out_row = padded.ctypes.data, _LINE
-    elif record[_TRANSPOSED]:
-        _transpose(record, panel, first, begin, count)
-    elif record[_GROUPS] > 0:
-        _unpack(record, panel, first, begin, count)
-    else:
-        _copy(record, panel, first, begin, count)
-    _multiply_all(record, panel, ahead, begin, count, out, out_row)
+def _run_item(record, index):
+    """Compute the outputs of some panels."""
+    panels, items = record[_PANELS], record[_ITEMS]
+    own = np.empty((_PIECE + GROUP) * _WIDTH + _CACHE_LINE // 4, np.float32)
+    for panel in range(panels * index // items, panels * (index + 1) // items):
+        _run_panel(record, panel, own)
 
 
 @compiled()
-def _run_item(record, index):
-    """Compute the outputs of some panels, piece by piece of all of them.
-
-    So what is fetched one after the other lies side by side.
-    """
-    panels, items, inputs = record[_PANELS], record[_ITEMS], record[_INPUTS]
-    row = 4 * record[_OUTPUTS]
-    memory = np.zeros((_PIECE + _GROUP) * _WIDTH + _CACHE_LINE // 4, np.float32)
-    low, high = panels * index // items, panels * (index + 1) // items
-    has_rest = high * _WIDTH > record[_OUTPUTS]
-    padded = np.zeros((record[_ROWS] if has_rest else 0, _WIDTH), np.float32)
+def _run_panel(record, panel, own):
+    """Compute the outputs of a panel, in memory that the caller keeps."""
+    memory = own.ctypes.data + -own.ctypes.data % _CACHE_LINE
+    inputs = record[_INPUTS]
+    # The last panel of a weight that is not packed takes again what it has not enough outputs for.
+    first = min(panel * _WIDTH, record[_OUTPUTS] - _WIDTH)
     for begin in range(0, inputs, _PIECE):
         count = min(_PIECE, inputs - begin)
-        for panel in range(low, high):
-            ahead = record[_WEIGHT] + begin * row + 4 * (panel + 1) * _WIDTH
-            if panel + 1 == high:
-                ahead = record[_WEIGHT] + (begin + count) * row + 4 * low * _WIDTH
-            if record[_TRANSPOSED]:  # what lies as far behind as all inputs of a panel
-                ahead = record[_WEIGHT] + 4 * (panel + 1) * _WIDTH * inputs + begin * _LINE
-            _run_panel(record, panel * _WIDTH, begin, count, ahead, memory, padded)
-    if has_rest:
-        shape = (record[_ROWS], record[_OUTPUTS])
-        result = carray(pointer_to(record[_OUT], types.float32), shape)
-        first = (high - 1) * _WIDTH
-        for m in range(record[_ROWS]):
-            for n in range(record[_OUTPUTS] - first):
-                result[m, first + n] = padded[m, n]
+        if record[_TRANSPOSED]:
+            _transpose(record, memory, first, begin, count)
+            # As far into the next panel, all of which lies behind this one.
+            ahead = record[_WEIGHT] + 4 * (first + _WIDTH) * inputs + begin * _LINE
+            piece = (memory, count, ahead, _LINE)
+        elif record[_GROUPS] > 0 and record[_ROWS] == 1 and count % GROUP == 0:
+            x, out = record[_X] + 4 * begin, record[_OUT] + 4 * first
+            _multiply_words(record, panel, x, begin, count, out)
+            continue
+        elif record[_GROUPS] > 0:
+            _unpack(record, memory, panel, begin, count)
+            piece = (memory, count, memory, 0)
+        else:
+            source = record[_WEIGHT] + (panel * inputs + begin) * _LINE
+            piece = (source, count, source + _AHEAD, _LINE)
+        _multiply_all(record, piece, begin, record[_OUT] + 4 * first)
 
 
 @compiled()
@@ -335,9 +297,10 @@ def _handler_of(digest: int):
 def register() -> str:
     """Make the custom call known to XLA; returns its name.
 
-    Its operands are `x float32[T, in]`, the weight, `float32[in, out]` or `int32[8, G, out]`, its
-    `scale float32[G, out]` (G = 0 if it has none), and `(threads, is transposed) int32[2]`, the
-    latter for a weight `float32[out, in]` (`in` a multiple of 16); its result is `float32[T, out]`.
+    Its operands are `x float32[T, in]`, the weight, `float32[Q, in, W]`, `int32[Q, G, 8, W]` or, if
+    transposed, `float32[out, in]` (`in` a multiple of 16, `out` at least W), its `scale
+    float32[Q, G, W]` (of no element if it has none), and `(threads, is transposed) int32[2]`. Its
+    result is `float32[T, out]`, `float32[T, Q*W]` if not transposed.
     """
     handler = _handler_of(source_digest())
     jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler.ctypes), platform="cpu")

@@ -1,6 +1,12 @@
-"""How int8 weights lie in memory: four inputs in a 32-bit word, a scale for every 32 of them."""
+"""How weights lie in memory for the kernel of `linear`, and those in int8 for all.
+
+In int8, four inputs lie in a 32-bit word, the first in its lowest byte; a group of 32 inputs has a
+scale for each output, and its eight words an axis of their own.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +14,70 @@ import jax.numpy as jnp
 GROUP = 32
 NUM_PER_WORD = 4
 WORDS_PER_GROUP = GROUP // NUM_PER_WORD
+
+
+def panel_width() -> int:
+    """Outputs of a panel, W, on this CPU.
+
+    Raises:
+        ImportError: Numba is not installed.
+    """
+    from ..vectors import widest
+
+    return widest() // 2
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class PackedWeight:
+    """A weight in Q panels of W outputs, each of which lies in one piece; zeros fill the last one.
+
+    Attributes:
+        panels: `float32[Q, in, W]`, or `int32[Q, G, 8, W]` in int8.
+        scale: `float32[Q, G, W]` in int8, else None.
+        num_inputs: in.
+        num_outputs: out, without what fills the last panel.
+    """
+
+    panels: jax.Array
+    scale: jax.Array | None
+    num_inputs: int = field(metadata={"static": True})
+    num_outputs: int = field(metadata={"static": True})
+
+    def plain(self) -> tuple[jax.Array, jax.Array | None]:
+        """(weight, scale) as `linear` takes them."""
+        out = self.num_outputs
+        if self.scale is None:
+            return self.panels.swapaxes(0, 1).reshape(self.num_inputs, -1)[:, :out], None
+        _, num_groups, num_words, _ = self.panels.shape
+        words = self.panels.transpose(2, 1, 0, 3).reshape(num_words, num_groups, -1)
+        return words[:, :, :out], self.scale.swapaxes(0, 1).reshape(num_groups, -1)[:, :out]
+
+    def outputs(self, ids: jax.Array) -> jax.Array:
+        """The weights of some outputs, `int32[T]` -> `float32[T, in]`."""
+        panel, lane = ids // self.panels.shape[-1], ids % self.panels.shape[-1]
+        if self.scale is None:
+            return self.panels[panel, :, lane]
+        words, scale = self.panels[panel, :, :, lane], self.scale[panel, :, lane]
+        return unpack(words.transpose(2, 1, 0), scale.T)[: self.num_inputs].T
+
+
+def pack(weight: jax.Array, scale: jax.Array | None, num_inputs: int, width: int) -> PackedWeight:
+    """A weight `float32[in, out]`, or `int32[8, G, out]` with its scale, in panels of `width`."""
+    num_outputs = weight.shape[-1]
+
+    def cut(array: jax.Array) -> jax.Array:
+        padding = ((0, 0),) * (array.ndim - 1)
+        array = jnp.pad(array, (*padding, (0, -num_outputs % width)))
+        return jnp.moveaxis(array.reshape(*array.shape[:-1], -1, width), -2, 0)
+
+    panels = cut(weight)
+    return PackedWeight(
+        panels=panels if scale is None else panels.swapaxes(1, 2),
+        scale=None if scale is None else cut(scale),
+        num_inputs=num_inputs,
+        num_outputs=num_outputs,
+    )
 
 
 def unpack_by_place(words: jax.Array, scale: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from .packed import GROUP, NUM_PER_WORD, WORDS_PER_GROUP, unpack_by_place
+from .packed import GROUP, NUM_PER_WORD, WORDS_PER_GROUP, PackedWeight, unpack_by_place
 
 # On a CPU, the most rows that are multiplied one by one with the words.
 _MAX_SINGLE_ROWS = 2
@@ -40,12 +40,14 @@ def by_rows(
 
 def linear_xla(
     x: jax.Array,
-    weight: jax.Array,
+    weight: jax.Array | PackedWeight,
     scale: jax.Array | None,
     batch_invariant: bool,
     transposed: bool,
 ) -> jax.Array:
     """See `octavo.pallas_kernels.linear`."""
+    if isinstance(weight, PackedWeight):
+        weight, scale = weight.plain()
     if transposed:
         # The output head's: its logits are float32, whatever they are made of.
         product = partial(jnp.einsum, "ti,oi->to", preferred_element_type=jnp.float32)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from octavo.pallas_kernels import linear
+from octavo.pallas_kernels import PackedWeight, linear, pack_weight
 from octavo.pallas_kernels.linear import numba as numba_op
 
 IMPLEMENTATIONS = ("numba", "xla", "reference")
@@ -33,26 +34,37 @@ def problem(num_rows: int, num_inputs: int, num_outputs: int, int8: bool) -> tup
     return (x, words, scale), x @ unpacked.reshape(-1, num_outputs)[:num_inputs]
 
 
-def run(args: tuple, **options) -> np.ndarray:
-    own = [None if a is None else jnp.asarray(a) for a in args]
+def run(args: tuple, *, packed: bool = False, **options) -> np.ndarray:
+    own: list[Any] = [None if a is None else jnp.asarray(a) for a in args]
+    if packed:
+        num_inputs = None if args[2] is None else args[0].shape[1]
+        own[1:] = pack_weight(*args[1:], num_inputs=num_inputs), None
     return np.asarray(jax.jit(lambda *own: linear(*own, **options))(*own))
 
 
 @pytest.mark.parametrize("int8", [False, True], ids=["float32", "int8"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
-@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, None], ids=str)
+@pytest.mark.parametrize(
+    ("implementation", "packed"),
+    [
+        *((name, True) for name in (*IMPLEMENTATIONS, None)),
+        *((name, False) for name in ("xla", "reference", None)),
+    ],
+    ids=lambda value: {True: "packed", False: "plain"}.get(value, str(value)),
+)
 def test_a_product_is_that_of_the_weight(
-    implementation: str | None, shape: tuple[int, int], int8: bool
+    implementation: str | None, packed: bool, shape: tuple[int, int], int8: bool
 ) -> None:
     for num_rows in ROWS:
         args, expected = problem(num_rows, *shape, int8)
         for batch_invariant in (False, True):
-            y = run(args, batch_invariant=batch_invariant, implementation=implementation)
+            options = {"batch_invariant": batch_invariant, "implementation": implementation}
+            y = run(args, packed=packed, **options)
             assert y.dtype == np.float32 and y.shape == expected.shape
             np.testing.assert_allclose(y, expected, atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize("shape", [(48, 20), (64, 32), (576, 970), (16, 1)])
+@pytest.mark.parametrize("shape", [(48, 40), (64, 32), (576, 970), (16, 33)])
 @pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, None], ids=str)
 def test_a_weight_may_have_its_outputs_first(
     implementation: str | None, shape: tuple[int, int]
@@ -65,7 +77,7 @@ def test_a_weight_may_have_its_outputs_first(
             y = run(args, batch_invariant=batch_invariant, **options)
             np.testing.assert_allclose(y, expected, atol=2e-4, rtol=0)
         if implementation == "numba":
-            straight = run((x, weight, None), implementation="numba")
+            straight = run((x, weight, None), packed=True, implementation="numba")
             np.testing.assert_array_equal(y, straight)
 
 
@@ -76,6 +88,7 @@ def test_batch_invariant_rows_have_the_bits_they_have_alone(
 ) -> None:
     args, _ = problem(37, 600, 1009, int8)
     options = {"batch_invariant": True, "implementation": implementation}
+    options["packed"] = implementation != "xla"
     together = run(args, **options)
     for rows in (slice(0, 1), slice(3, 20), slice(30, 37)):
         alone = run((args[0][rows], *args[1:]), **options)
@@ -90,7 +103,7 @@ def test_no_bit_depends_on_the_number_of_threads(
     results = []
     for num_threads in (1, 2, 3, 64):
         monkeypatch.setattr(numba_op, "num_threads", lambda n=num_threads: n)
-        results.append(run(args, implementation="numba"))
+        results.append(run(args, packed=True, implementation="numba"))
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
 
@@ -98,7 +111,7 @@ def test_no_bit_depends_on_the_number_of_threads(
 def test_calls_from_many_threads_do_not_wait_for_one_another() -> None:
     args, _ = problem(20, 576, 960, False)
     product = jax.jit(lambda *own: linear(*own, implementation="numba"))
-    own = [jnp.asarray(a) for a in args[:2]]
+    own = [jnp.asarray(args[0]), pack_weight(jnp.asarray(args[1]))]
     want = np.asarray(product(*own))
     with ThreadPoolExecutor(8) as pool:
         calls = [pool.submit(lambda: np.asarray(product(*own))) for _ in range(200)]
@@ -108,34 +121,52 @@ def test_calls_from_many_threads_do_not_wait_for_one_another() -> None:
 
 def test_a_row_that_is_not_a_number_stays_with_itself() -> None:
     (x, weight, _), _ = problem(12, 64, 96, False)
-    clean = run((x, weight, None), implementation="numba")
+    clean = run((x, weight, None), packed=True, implementation="numba")
     x[3] = np.nan
-    spoilt = run((x, weight, None), implementation="numba")
+    spoilt = run((x, weight, None), packed=True, implementation="numba")
     assert np.isnan(spoilt[3]).all()
     np.testing.assert_array_equal(np.delete(spoilt, 3, 0), np.delete(clean, 3, 0))
 
 
-def test_cpus_take_the_kernel_for_all_but_the_fewest_rows() -> None:
-    for int8, most in ((False, 1), (True, 2)):
-        for num_rows in (1, 2, 3, 8):
-            args = [
-                None if a is None else jnp.asarray(a) for a in problem(num_rows, 64, 64, int8)[0]
-            ]
-            text = jax.jit(linear).lower(*args).as_text()
-            assert ("octavo.linear" in text) == (num_rows > most)
+def test_cpus_take_the_kernel_for_packed_weights_and_for_rows_times_an_embedding() -> None:
+    for num_rows in (1, 2):
+        x, weight = jnp.ones((num_rows, 64)), jnp.ones((64, 96))
+        for own, options, is_ours in (
+            (pack_weight(weight), {}, True),
+            (weight, {}, False),
+            (weight.T, {"transposed": True}, num_rows > 1),
+            (weight.T, {"transposed": True, "batch_invariant": True}, True),
+        ):
+            call = jax.jit(lambda x, own, options=options: linear(x, own, **options))
+            assert ("octavo.linear" in call.lower(x, own).as_text()) == is_ours
 
 
 def test_only_the_other_implementations_have_a_gradient() -> None:
     (x, weight, _), _ = problem(4, 48, 20, False)
+    packed = pack_weight(jnp.asarray(weight))
+    assert packed is not None
 
     def loss(x: jax.Array, implementation: str) -> jax.Array:
-        return jnp.sum(linear(x, jnp.asarray(weight), implementation=implementation))
+        return jnp.sum(linear(x, packed, implementation=implementation))
 
     np.testing.assert_allclose(
         jax.grad(loss)(jnp.asarray(x), "xla"), np.tile(weight.sum(1), (4, 1)), atol=1e-5
     )
     with pytest.raises(ValueError, match="differentiate"):
         jax.grad(loss)(jnp.asarray(x), "numba")
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["float32", "int8"])
+@pytest.mark.parametrize("num_outputs", [20, 64, 1009])
+def test_a_packed_weight_holds_what_it_was_made_of(num_outputs: int, int8: bool) -> None:
+    (_, weight, scale), _ = problem(2, 48, num_outputs, int8)
+    packed = pack_weight(weight, scale, num_inputs=48)
+    assert isinstance(packed, PackedWeight) and packed.panels.dtype == weight.dtype
+    for got, want in zip(packed.plain(), (weight, scale), strict=True):
+        np.testing.assert_array_equal(got, want) if want is not None else None
+    ids = jnp.asarray([num_outputs - 1, 0, 7, 0])
+    rows = run((np.eye(48, dtype=np.float32), weight, scale), implementation="reference").T
+    np.testing.assert_array_equal(packed.outputs(ids), rows[ids])
 
 
 def test_nothing_times_something_is_nothing() -> None:
@@ -159,10 +190,20 @@ def test_what_does_not_fit_together_is_refused(x, weight, scale, message: str) -
         linear(jnp.zeros(x), jnp.zeros(weight, kind), scale)
 
 
+def test_a_packed_weight_of_other_inputs_is_refused() -> None:
+    packed = pack_weight(jnp.ones((8, 3)))
+    assert packed is not None
+    with pytest.raises(ValueError, match=r"must be \[T, 8\], None and False"):
+        linear(jnp.ones((4, 9)), packed)
+
+
 def test_what_the_kernel_cannot_do_is_refused_if_asked_for_and_done_by_xla_if_not() -> None:
     x, weight = jnp.ones((4, 8), jnp.bfloat16), jnp.ones((8, 3), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="must be float32"):
         linear(x, weight, implementation="numba")
+    with pytest.raises(NotImplementedError, match="must be packed"):
+        linear(jnp.ones((4, 8)), jnp.ones((8, 3)), implementation="numba")
+    assert pack_weight(weight) is None
     assert linear(x, weight).dtype == jnp.bfloat16
     for implementation in (None, "reference"):
         y = linear(x, weight.T, transposed=True, implementation=implementation)

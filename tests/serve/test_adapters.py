@@ -77,7 +77,7 @@ def test_a_batch_of_several_adapters_answers_as_each_merged_model_alone(
         None: tiny,
         **{f"a{i}": merged(tiny, a) for i, a in enumerate(own)},
     }.items():
-        plain._runner._steps.weights = jax.tree.leaves(nnx.state(model.model))
+        plain._runner._steps.weights = jax.tree.leaves(nnx.state(model.model.packed()))
         for mine, tokens, answer in zip(names, prompts, answers, strict=True):
             if mine == name:
                 assert answer.token_ids == greedy(plain, tokens, None)

@@ -108,7 +108,7 @@ def test_new_weights_must_be_kept_as_the_old_ones_are(
     engine = tiny_engine(tiny, **SIZES)
     with pytest.raises(ValueError, match="another architecture or data type"):
         engine.load_weights(whole)
-    assert engine.loaded is tiny
+    assert engine.loaded.fingerprint == tiny.fingerprint
     read = []
 
     def load(path: str, *, quantization: str | None) -> LoadedModel:
