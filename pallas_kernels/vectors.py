@@ -144,16 +144,6 @@ def transpose_square(typing_context, source, row, target, line):
 
 
 @intrinsic
-def number_at(typing_context, address):
-    """The float32 at an address."""
-
-    def generate(context, builder, signature, args):
-        return builder.load(builder.inttoptr(args[0], _FLOAT.as_pointer()))
-
-    return types.float32(types.int64), generate
-
-
-@intrinsic
 def splat(typing_context, number, width):
     """A vector of `width` times the same number; `width` is a constant."""
     if not isinstance(width, types.IntegerLiteral):

@@ -82,7 +82,7 @@ def linear(
                 "for a packed weight"
             )
     else:
-        _check_plain(x, weight, scale, transposed)
+        _check_plain(x.shape[1], weight, scale, transposed)
         num_outputs = weight.shape[0 if transposed else -1]
     if 0 in (*x.shape, num_outputs):
         dtype = jnp.float32 if transposed else x.dtype
@@ -93,17 +93,17 @@ def linear(
 
 
 def _check_plain(
-    x: jax.Array, weight: jax.Array, scale: jax.Array | None, transposed: bool
+    num_inputs: int, weight: jax.Array, scale: jax.Array | None, transposed: bool
 ) -> None:
     """Raises ValueError if shapes and dtypes do not fit together."""
     if scale is None:
-        if weight.ndim != 2 or weight.shape[-1 if transposed else 0] != x.shape[1]:
+        if weight.ndim != 2 or weight.shape[-1 if transposed else 0] != num_inputs:
             expected = "[out, in]" if transposed else "[in, out]"
-            raise ValueError(f"{weight.shape=} must be {expected}, in={x.shape[1]}")
+            raise ValueError(f"{weight.shape=} must be {expected}, in={num_inputs}")
         return
     if transposed:
         raise ValueError("transposed=True is not for int8 weights")
-    groups = -(-x.shape[1] // GROUP)
+    groups = -(-num_inputs // GROUP)
     if weight.ndim != 3 or weight.shape[:2] != (WORDS_PER_GROUP, groups):
         raise ValueError(f"{weight.shape=} must be [{WORDS_PER_GROUP}, {groups}, out]")
     if weight.dtype != jnp.int32 or scale.dtype != jnp.float32:
@@ -124,9 +124,16 @@ def pack_weight(
 
     Returns:
         A copy of the weight; None where there is no such kernel.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together.
     """
-    if cpu_kernels() is None or (scale is None and weight.dtype != jnp.float32):
-        return None
+    axes, expected = (2, "[in, out]") if scale is None else (3, f"[{WORDS_PER_GROUP}, G, out]")
+    if weight.ndim != axes:
+        raise ValueError(f"{weight.shape=} must be {expected}")
     if num_inputs is None:
         num_inputs = weight.shape[0] if scale is None else weight.shape[1] * GROUP
+    _check_plain(num_inputs, weight, scale, False)
+    if cpu_kernels() is None or (scale is None and weight.dtype != jnp.float32):
+        return None
     return pack(weight, scale, num_inputs, panel_width())

@@ -229,7 +229,7 @@ def _run_panel(record, panel, own):
     """Compute the outputs of a panel, in memory that the caller keeps."""
     memory = own.ctypes.data + -own.ctypes.data % _CACHE_LINE
     inputs = record[_INPUTS]
-    # The last panel of a weight that is not packed takes again what it has not enough outputs for.
+    # The last panel of a weight that is not packed computes some of the one before again.
     first = min(panel * _WIDTH, record[_OUTPUTS] - _WIDTH)
     for begin in range(0, inputs, _PIECE):
         count = min(_PIECE, inputs - begin)
@@ -273,7 +273,10 @@ def _run(frame):
     parts = record[_INPUTS] * record[_OUTPUTS] * (4 + record[_ROWS]) // _PART_BYTES
     # Of products of many rows, panels are large enough to be items.
     num_items = max(_ITEMS_PER_THREAD * num_threads, record[_PANELS] * record[_ROWS] // 128)
-    record[_ITEMS] = min(num_items, record[_PANELS])
+    # The last panel of a weight that is not packed adds to what the one before has, so that one
+    # thread must take both.
+    most = max(1, record[_PANELS] // 2) if record[_TRANSPOSED] else record[_PANELS]
+    record[_ITEMS] = min(num_items, most)
     helpers = min(num_threads, record[_ITEMS], 1 + parts) - 1
     address, error = share_out(frame, record, record[_ITEMS], helpers, callback_of(_work))
     if address != 0:

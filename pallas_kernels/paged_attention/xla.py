@@ -79,11 +79,11 @@ def paged_attention_xla(
     options: AttentionOptions,
 ) -> tuple[jax.Array, jax.Array]:
     """See `octavo.pallas_kernels.paged_attention`."""
-    tables, result = tables_in_use(kv_cache, block_tables, context_lens), empty_result(q)
+    tables, result = tables_in_use(kv_cache, block_tables, context_lens), _empty_result(q)
     if options.batch_invariant:
-        return attend_tiles(result, q, kv_cache, tables, context_lens, query_start, sinks, options)
+        return _attend_tiles(result, q, kv_cache, tables, context_lens, query_start, sinks, options)
     if options.max_query_len > 1:
-        result = attend_tiles(
+        result = _attend_tiles(
             result, q, kv_cache, tables, context_lens, query_start, sinks, options
         )
     return _decode(result, q, kv_cache, tables, context_lens, query_start, sinks, options)
@@ -100,7 +100,7 @@ def tables_in_use(
     return safe_block_ids(ids, num_blocks)
 
 
-def empty_result(q: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _empty_result(q: jax.Array) -> tuple[jax.Array, jax.Array]:
     """What padding tokens get."""
     return jnp.zeros_like(q), jnp.full(q.shape[:2], -jnp.inf, jnp.float32)
 
@@ -178,7 +178,7 @@ def _decode(
     )
 
 
-def attend_tiles(
+def _attend_tiles(
     result: tuple[jax.Array, jax.Array],
     q: jax.Array,
     kv_cache: jax.Array,

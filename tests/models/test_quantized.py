@@ -13,9 +13,10 @@ from flax import nnx
 from octavo.models import Llama, LlamaConfig, load_model
 from octavo.models.loading import fingerprint
 from octavo.models.lora import LoraStack, init_lora
+from octavo.models.packed import PackedParameter
 from octavo.models.quantized import QuantizedWeight, quantize
 from octavo.models.weights import build_model
-from octavo.pallas_kernels import linear
+from octavo.pallas_kernels import linear, pack_weight
 
 CONFIG = LlamaConfig(
     vocab_size=300,
@@ -66,19 +67,19 @@ def test_what_int8_can_hold_comes_back_exactly() -> None:
     np.testing.assert_array_equal(quantized.outputs(jnp.asarray(ids)), weight[:, ids].T)
 
 
-@pytest.mark.parametrize("implementation", ["xla", None])
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 8])
-def test_no_loop_keeps_the_weight_unpacked(num_rows: int, implementation: str | None) -> None:
+def test_no_loop_keeps_the_weight_unpacked(num_rows: int, packed: bool) -> None:
     quantized = quantize(jnp.asarray(weight_of(256, 4096)), (4096,))
-
-    def times(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
-        return linear(x, weight.words, weight.scale, implementation=implementation)
+    weight = quantized.words, quantized.scale
+    if packed:
+        weight = pack_weight(*weight), None
 
     @jax.jit
-    def decode(x: jax.Array, quantized: QuantizedWeight) -> jax.Array:
-        return jax.lax.fori_loop(0, 4, lambda _, x: times(x, quantized)[:, :256], x)
+    def decode(x: jax.Array, weight: tuple) -> jax.Array:
+        return jax.lax.fori_loop(0, 4, lambda _, x: linear(x, *weight)[:, :256], x)
 
-    program = decode.lower(jnp.ones((num_rows, 256)), quantized).compile()
+    program = decode.lower(jnp.ones((num_rows, 256)), weight).compile()
     analysis = program.memory_analysis()
     assert analysis is not None
     assert analysis.temp_size_in_bytes < quantized.words.nbytes
@@ -125,6 +126,30 @@ def test_logits_stay_close_to_those_of_the_weights(tied: bool) -> None:
     off = np.abs(logits - expected).max() / expected.std()
     assert 1e-4 < off < 0.05
     assert logits.dtype == np.float32
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_packed_model_is_the_same_model(tied: bool, quantization: str | None) -> None:
+    plain = model(tie_embeddings=tied, attention_bias=True).quantized(quantization)
+    packed = plain.packed()
+    is_packed = {p[-1] for p, v in parameters(packed).items() if isinstance(v, PackedParameter)}
+    head = {"embed"} if tied else {"head"}
+    assert is_packed == LINEAR | (head if quantization else set())
+    for path, value in parameters(packed.packed()).items():  # once is enough
+        if isinstance(value, PackedParameter):
+            before = parameters(packed)[path]
+            assert isinstance(before, PackedParameter)
+            assert value.weight.panels is before.weight.panels
+    tokens = jnp.arange(40)
+    np.testing.assert_array_equal(logits_of(packed, tokens), logits_of(plain, tokens))
+    hidden = jnp.asarray(weight_of(5, CONFIG.hidden_size))
+    np.testing.assert_allclose(packed.logits(hidden), plain.logits(hidden), atol=1e-5)
+
+
+def test_a_model_in_bfloat16_is_packed_nowhere() -> None:
+    half = Llama(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    assert half.packed() is half
 
 
 def test_a_model_in_bfloat16_computes_in_bfloat16_between_its_products() -> None:

@@ -108,6 +108,17 @@ def test_no_bit_depends_on_the_number_of_threads(
         np.testing.assert_array_equal(result, results[0])
 
 
+@pytest.mark.parametrize("num_outputs", [33, 1009, 1024])
+def test_threads_do_not_compute_an_output_twice(num_outputs: int) -> None:
+    # Of so many rows, each panel could be a thread's; the last of a weight as it is overlaps.
+    (x, weight, _), _ = problem(512, 576, num_outputs, False)
+    want = run((x, weight, None), packed=True)
+    product = jax.jit(lambda x, weight: linear(x, weight, transposed=True))
+    args = jnp.asarray(x), jnp.asarray(weight.T)
+    for _ in range(20):
+        np.testing.assert_array_equal(product(*args), want)
+
+
 def test_calls_from_many_threads_do_not_wait_for_one_another() -> None:
     args, _ = problem(20, 576, 960, False)
     product = jax.jit(lambda *own: linear(*own, implementation="numba"))
@@ -172,6 +183,22 @@ def test_a_packed_weight_holds_what_it_was_made_of(num_outputs: int, int8: bool)
 def test_nothing_times_something_is_nothing() -> None:
     assert linear(jnp.zeros((0, 4)), jnp.zeros((4, 5))).shape == (0, 5)
     np.testing.assert_array_equal(linear(jnp.zeros((2, 0)), jnp.zeros((0, 5))), np.zeros((2, 5)))
+
+
+@pytest.mark.parametrize(
+    ("weight", "scale", "num_inputs", "message"),
+    [
+        ((8,), None, None, r"must be \[in, out\]"),
+        ((8, 5), None, 9, r"must be \[in, out\], in=9"),
+        ((8, 2, 5), (2, 5), 31, r"must be \[8, 1, out\]"),
+        ((8, 2), (2, 5), None, r"must be \[8, G, out\]"),
+    ],
+)
+def test_what_makes_no_weight_is_not_packed(weight, scale, num_inputs, message: str) -> None:
+    kind = jnp.float32 if scale is None else jnp.int32
+    scale = None if scale is None else jnp.zeros(scale)
+    with pytest.raises(ValueError, match=message):
+        pack_weight(jnp.zeros(weight, kind), scale, num_inputs=num_inputs)
 
 
 @pytest.mark.parametrize(
