@@ -32,28 +32,55 @@ def linear(what: str, old: str, new: str, case: str = "product and numba") -> Mu
 
 
 NUMBA_MUTANTS = (
-    decode("values for keys", "query[h] * row[h]", "query[h] * row[head_size + h]", "mixed"),
     decode(
-        "a key too many",
-        "min(block_size, length - b * block_size)",
-        "min(block_size, length - b * block_size + 1)",
+        "values for keys",
+        "own, at = load(q + h, width), key + h",
+        "own, at = load(q + h, width), key + row // 2 + h",
         "mixed",
     ),
-    decode("the scale is dropped", "= score * scale", "= score", "scale"),
+    decode("keys for values", "begin * row + 4 * head_size + h", "begin * row + h", "mixed"),
+    decode(
+        "another key's part of the score",
+        "store(place + 2 * _LINE, s2)",
+        "store(place + 2 * _LINE, s1)",
+        "mixed",
+    ),
+    decode(
+        "a key too many",
+        "min(num_keys, length - low * block_size)",
+        "min(num_keys, length - low * block_size + 1)",
+        "mixed",
+    ),
+    decode(
+        "the scale is dropped", "scale_of(record) * _LOG2_E", "_LOG2_E * np.float32(0.125)", "scale"
+    ),
     decode(
         "a window one wider", "length - record[WINDOW])", "length - record[WINDOW] - 1)", "window"
     ),
-    decode("a window forgotten within a block", "max(0, first - b * block_size)", "0", "window"),
-    decode(
-        "a new peak leaves the old sum", "total[n] *= shrink", "total[n] *= _ONE", "decode-long"
-    ),
+    decode("a window forgotten within a block", "max(0, first - low * block_size)", "0", "window"),
+    decode("a new peak leaves the old sum", "total[n] * shrink", "total[n] * _ONE", "decode-long"),
     decode(
         "a new peak leaves the old values",
-        "values[h] *= shrink",
-        "values[h] *= _ONE",
+        "load(acc + h, value_width) * splat(shrink, value_width)",
+        "load(acc + h, value_width)",
         "decode-long",
     ),
-    decode("spans weigh the same", "exp(slot[head_size] - peak)", "exp(_ZERO)", "decode-long"),
+    decode(
+        "the last of an odd number of values is left out",
+        "(end - begin) % 2 == 1",
+        "(end - begin) % 2 == 2",
+        "mixed",
+    ),
+    decode(
+        "weights of another head", "acc + 4 * n * head_size", "acc + 4 * k * head_size", "mixed"
+    ),
+    decode("spans weigh the same", "2.0 ** (slot[head_size] - peak)", "1.0", "decode-long"),
+    decode(
+        "powers of two by natural logarithms",
+        "np.float32(math.log2(total[n]))) * _LN_2",
+        "np.float32(math.log2(total[n])))",
+        "mixed",
+    ),
     decode(
         "the last span is left out",
         "spans = range(begin // record[SPAN_BLOCKS], (end - 1) // record[SPAN_BLOCKS] + 1)",
@@ -61,7 +88,7 @@ NUMBA_MUTANTS = (
         "decode-long",
     ),
     decode("prompts decode as well", "num_queries != 1 or", "num_queries < 1 or", "mixed"),
-    decode("another group's queries", "q[k * group + g]", "q[g]", "mixed"),
+    decode("another group's queries", "query + 4 * k * group * head_size", "query", "mixed"),
     tiles(
         "another head's keys",
         "key = kv + (np.int64(table[b]) * num_kv_heads + k)",
@@ -84,8 +111,8 @@ NUMBA_MUTANTS = (
     ),
     tiles("a window's first chunk is whole", "or begin * block_size < last_low", "", "window"),
     tiles("a window one wider", "high[i] - window + 1)", "high[i] - window)", "window"),
-    tiles("every query sees all", "if record[IS_CAUSAL]:", "if False:", "mixed"),
-    tiles("no query sees all", "if record[IS_CAUSAL]:", "if True:", "not-causal"),
+    tiles("every query sees all", "if record[IS_CAUSAL] else", "if False else", "mixed"),
+    tiles("no query sees all", "if record[IS_CAUSAL] else", "if True else", "not-causal"),
     tiles(
         "the scale is dropped", "scale_of(record) * _LOG2_E", "_LOG2_E * np.float32(0.125)", "scale"
     ),
@@ -107,6 +134,13 @@ NUMBA_MUTANTS = (
         "last_high // block_size + 1",
         "last_high // block_size",
         "mixed",
+    ),
+    tiles("results of another head", "k * group + i % group", "k * group", "mixed"),
+    tiles(
+        "lanes beyond the first square are another's",
+        "place = query + h * line + 4 * begin",
+        "place = query + h * line",
+        "prefill-over-tiles",
     ),
     tiles(
         "tiles of a head in each other's place",
@@ -146,23 +180,5 @@ NUMBA_MUTANTS = (
         "a group that is not full as if it were",
         "record[_ROWS] == 1 and count % GROUP == 0",
         "record[_ROWS] == 1",
-    ),
-    linear(
-        "the rest of the outputs is a place off",
-        "record[_OUTPUTS] - _WIDTH)",
-        "record[_OUTPUTS] - _WIDTH - 1)",
-        "outputs_first and numba",
-    ),
-    linear(
-        "a weight that is transposed is read as if packed",
-        "record[_TRANSPOSED] = numbers[1]",
-        "record[_TRANSPOSED] = 0",
-        "outputs_first and numba",
-    ),
-    linear(
-        "a square in another's place",
-        "memory + i * _LINE + 4 * n",
-        "memory + i * _LINE",
-        "outputs_first and numba",
     ),
 )

@@ -107,29 +107,39 @@ def store(typing_context, address, vector):
     return types.void(types.int64, vector), generate
 
 
+def _crossing(distance: int, size: int) -> list[ir.Constant]:
+    """Of two rows, the squares on the diagonal, and those across it, as shuffles of both."""
+    first, second = [], []
+    for i in range(size):
+        is_left = not i & distance
+        first.append(i if is_left else size + i - distance)
+        second.append(i + distance if is_left else size + i)
+    return [ir.Constant(ir.VectorType(_INT32, size), lanes) for lanes in (first, second)]
+
+
 @intrinsic
-def transpose_square(typing_context, source, row, target, line):
-    """Write 16 x 16 numbers, whose rows begin `row` bytes apart, by columns, `line` bytes apart."""
-    size = 16
+def transpose_square(typing_context, source, row, target, line, size):
+    """Write a square, whose rows begin `row` bytes apart, by columns, `line` bytes apart.
+
+    `size`, its numbers in a row, is a constant and a power of two.
+    """
+    if not isinstance(size, types.IntegerLiteral):
+        return None
+    count = size.literal_value
 
     def generate(context, builder, signature, args):
-        kind = ir.VectorType(_FLOAT, size)
+        kind = ir.VectorType(_FLOAT, count)
 
         def place(base, step, i: int):
             address = builder.add(base, builder.mul(step, ir.IntType(64)(i)))
             return builder.inttoptr(address, kind.as_pointer())
 
-        rows = [builder.load(place(args[0], args[1], i), align=4) for i in range(size)]
+        rows = [builder.load(place(args[0], args[1], i), align=4) for i in range(count)]
         distance = 1
-        while distance < size:
+        while distance < count:
             # Of each pair of rows, swap the squares that lie across the diagonal.
-            first, second = [], []
-            for i in range(size):
-                is_left = not i & distance
-                first.append(i if is_left else size + i - distance)
-                second.append(i + distance if is_left else size + i)
-            masks = [ir.Constant(ir.VectorType(_INT32, size), m) for m in (first, second)]
-            for i in range(size):
+            masks = _crossing(distance, count)
+            for i in range(count):
                 if not i & distance:
                     pair = rows[i], rows[i + distance]
                     rows[i], rows[i + distance] = (
@@ -140,7 +150,28 @@ def transpose_square(typing_context, source, row, target, line):
             builder.store(column, place(args[2], args[3], i), align=4)
         return context.get_dummy_value()
 
-    return types.void(*(types.int64,) * 4), generate
+    return types.void(*(types.int64,) * 4, size), generate
+
+
+@intrinsic
+def sums_of_rows(typing_context, source):
+    """The sums of 16 rows of 16 numbers each, side by side at an address."""
+    size = 16
+
+    def generate(context, builder, signature, args):
+        pointer = builder.inttoptr(args[0], ir.VectorType(_FLOAT, size).as_pointer())
+        rows = [
+            builder.load(builder.gep(pointer, [ir.IntType(64)(i)]), align=4) for i in range(size)
+        ]
+        while len(rows) > 1:
+            distance = len(rows) // 2
+            masks = _crossing(distance, size)
+            pairs = zip(rows[:distance], rows[distance:], strict=True)
+            halves = [[builder.shuffle_vector(*pair, mask) for mask in masks] for pair in pairs]
+            rows = [builder.fadd(*half, flags=_FLAGS) for half in halves]
+        return rows[0]
+
+    return Vector(size)(types.int64), generate
 
 
 @intrinsic
@@ -168,6 +199,16 @@ def add_product(typing_context, total, address, vector):
 
 
 @intrinsic
+def add_products(typing_context, total, a, b):
+    """`total` and the products of two vectors, place by place, rounded once."""
+
+    def generate(context, builder, signature, args):
+        return _call(builder, "fma", args[1], args[2], args[0])
+
+    return a(a, a, a), generate
+
+
+@intrinsic
 def larger(typing_context, a, b):
     """The larger number of two vectors, place by place."""
 
@@ -176,6 +217,33 @@ def larger(typing_context, a, b):
         return builder.select(is_larger, args[0], args[1])
 
     return a(a, a), generate
+
+
+@intrinsic
+def largest_of(typing_context, vector):
+    """The largest number of a vector."""
+
+    def generate(context, builder, signature, args):
+        kind = ir.FunctionType(_FLOAT, [args[0].type])
+        name = f"llvm.vector.reduce.fmax.v{vector.width}f32"
+        function = cgutils.get_or_insert_function(builder.module, kind, name)
+        return builder.call(function, args)
+
+    return types.float32(vector), generate
+
+
+@intrinsic
+def sum_of(typing_context, vector):
+    """The sum of a vector's numbers."""
+
+    def generate(context, builder, signature, args):
+        kind = ir.FunctionType(_FLOAT, [_FLOAT, args[0].type])
+        name = f"llvm.vector.reduce.fadd.v{vector.width}f32"
+        function = cgutils.get_or_insert_function(builder.module, kind, name)
+        zero = ir.Constant(_FLOAT, 0.0)
+        return builder.call(function, [zero, args[0]], fastmath=(*_FLAGS, "reassoc"))
+
+    return types.float32(vector), generate
 
 
 @intrinsic

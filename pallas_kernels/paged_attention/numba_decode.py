@@ -14,6 +14,19 @@ import numpy as np
 from numba import types
 from numba.np.numpy_support import carray
 
+from ..vectors import (
+    add_product,
+    add_products,
+    larger,
+    largest_of,
+    load,
+    power_of_two,
+    splat,
+    store,
+    sum_of,
+    sums_of_rows,
+    widest,
+)
 from ..xla_ffi import pointer_to, prefetch
 from ..xla_threads import compiled
 from .numba_record import (
@@ -29,24 +42,21 @@ from .numba_record import (
     H,
     K,
     N,
-    P,
     S,
     arrays_of,
     queries_of,
     scale_of,
 )
 
+_WIDEST = widest()
 _CACHE_LINE = 64
 _SPAN_TOKENS, _MOST_SPANS = 256, 64  # of a context
-
+_CHUNK_TOKENS = 64
+_LANES, _LINE = 16, 64  # of what scores are summed up in
 _FAST = {"contract", "reassoc", "nsz", "arcp"}
 _NONE = np.float32(-np.inf)
-_ZERO, _ONE, _HALF = np.float32(0), np.float32(1), np.float32(0.5)
-# 2**x for x in [-1/2, 1/2]: the Taylor series of exp(x ln 2), to 2e-7 of the value.
-_LOG2_E, _SMALLEST = np.float32(1 / math.log(2)), np.float32(-126)
-_C1, _C2, _C3, _C4, _C5, _C6 = (
-    np.float32(math.log(2) ** n / math.factorial(n)) for n in (1, 2, 3, 4, 5, 6)
-)
+_ZERO, _ONE = np.float32(0), np.float32(1)
+_LOG2_E, _LN_2 = np.float32(1 / math.log(2)), np.float32(math.log(2))
 
 
 def blocks_of_span(block_size: int, table_len: int) -> int:
@@ -54,76 +64,113 @@ def blocks_of_span(block_size: int, table_len: int) -> int:
     return max(1, _SPAN_TOKENS // block_size, -(-table_len // _MOST_SPANS))
 
 
-@compiled(fastmath=_FAST)
-def _attend(q, kv, kv_address, table, begin, end, length, first, scale, work):
-    """The softmax of one sequence's query over the blocks `table[begin:end]`."""
-    scores, exponents, peak, total, acc = work
-    (num_heads, head_size), (group, block_size) = q.shape, scores.shape
-    row_len, num_kv_heads = kv.shape[2], num_heads // group
-    block_bytes = num_kv_heads * block_size * row_len * 4
-    for n in range(num_heads):
-        peak[n], total[n] = _NONE, _ZERO
-        for h in range(head_size):
-            acc[n, h] = _ZERO
-    for b in range(begin, end):
-        block_id = table[b]
-        next_block = kv_address + (table[b + 1] if b + 1 < end else block_id) * block_bytes
-        last, skipped = min(block_size, length - b * block_size), max(0, first - b * block_size)
-        for k in range(num_kv_heads):
-            rows = kv[block_id * num_kv_heads + k]
-            for t in range(block_size):
-                line = next_block + (k * block_size + t) * row_len * 4
-                for i in range(0, row_len * 4, _CACHE_LINE):
-                    prefetch(line + i)
-                row = rows[t]
+def _attend_by(width: int, value_width: int):
+    """What folds a chunk of keys into the softmax of one query of a KV head.
+
+    It takes `width` numbers of a key, and `value_width` of a value, in one go.
+    """
+
+    @compiled()
+    def scores_of(kv, table, blocks, k, sizes, ahead, query, parts):
+        """Parts of the scores of a KV head's queries, a line for each key, queries apart."""
+        num_kv_heads, group, block_size, row, head_size, part_bytes = sizes
+        none = splat(_ZERO, width)
+        for b in range(blocks[0], blocks[1]):
+            key = kv + (np.int64(table[b]) * num_kv_heads + k) * block_size * row
+            fetched = kv + (_block_ahead(table, b, ahead) * num_kv_heads + k) * block_size * row
+            for _ in range(0, block_size, 4):
+                for i in range(0, 4 * row, _CACHE_LINE):
+                    prefetch(fetched + i)
+                fetched += 4 * row
                 for g in range(group):
-                    score = _ZERO
-                    query = q[k * group + g]
-                    for h in range(head_size):
-                        score += query[h] * row[h]
-                    scores[g, t] = score * scale
-            for g in range(group):
-                n = k * group + g
-                for t in range(last, block_size):
-                    scores[g, t] = _NONE
-                for t in range(skipped):
-                    scores[g, t] = _NONE
-                highest = peak[n]
-                for t in range(block_size):
-                    highest = max(highest, scores[g, t])
-                values = acc[n]
-                if highest > peak[n]:
-                    shrink = np.float32(math.exp(peak[n] - highest))
-                    peak[n] = highest
-                    total[n] *= shrink
-                    for h in range(head_size):
-                        values[h] *= shrink
-                for t in range(block_size):
-                    x = max((scores[g, t] - highest) * _LOG2_E, _SMALLEST)
-                    whole = np.int32(x - _HALF)
-                    x -= np.float32(whole)
-                    power = ((((_C6 * x + _C5) * x + _C4) * x + _C3) * x + _C2) * x + _C1
-                    scores[g, t] = power * x + _ONE
-                    exponents[g, t] += whole << 23
-                for t in range(last, block_size):
-                    scores[g, t] = _ZERO
-                for t in range(skipped):
-                    scores[g, t] = _ZERO
-                added = _ZERO
-                for t in range(block_size):
-                    added += scores[g, t]
-                total[n] += added
-                own = scores[g]
-                for t in range(0, block_size, 4):
-                    w0, w1, w2, w3 = own[t], own[t + 1], own[t + 2], own[t + 3]
-                    v0, v1, v2, v3 = (
-                        rows[t, head_size:],
-                        rows[t + 1, head_size:],
-                        rows[t + 2, head_size:],
-                        rows[t + 3, head_size:],
-                    )
-                    for h in range(head_size):
-                        values[h] += w0 * v0[h] + w1 * v1[h] + w2 * v2[h] + w3 * v3[h]
+                    q, place = query + 4 * g * head_size, parts + g * part_bytes
+                    s0, s1, s2, s3 = none, none, none, none
+                    for h in range(0, 4 * head_size, 4 * width):
+                        own, at = load(q + h, width), key + h
+                        s0 = add_products(s0, own, load(at, width))
+                        s1 = add_products(s1, own, load(at + row, width))
+                        s2 = add_products(s2, own, load(at + 2 * row, width))
+                        s3 = add_products(s3, own, load(at + 3 * row, width))
+                    store(place, s0)
+                    store(place + _LINE, s1)
+                    store(place + 2 * _LINE, s2)
+                    store(place + 3 * _LINE, s3)
+                parts += 4 * _LINE
+                key += 4 * row
+
+    @compiled()
+    def add_values(kv, table, blocks, k, sizes, seen, shrink, weights, acc):
+        """Add the values of the keys `seen[0]` to `seen[1]`, what was there before shrunk."""
+        num_kv_heads, _, block_size, row, head_size, _ = sizes
+        first_block = blocks[0] * block_size
+        for h in range(0, 4 * head_size, 4 * value_width):
+            even = load(acc + h, value_width) * splat(shrink, value_width)
+            odd = splat(_ZERO, value_width)
+            for b in range(blocks[0], blocks[1]):
+                before = b * block_size - first_block
+                begin, end = max(0, seen[0] - before), min(block_size, seen[1] - before)
+                value = kv + (np.int64(table[b]) * num_kv_heads + k) * block_size * row
+                value += begin * row + 4 * head_size + h
+                weight = weights + 4 * (before + begin)
+                for _ in range((end - begin) // 2):
+                    even = add_product(even, weight, load(value, value_width))
+                    odd = add_product(odd, weight + 4, load(value + row, value_width))
+                    value += 2 * row
+                    weight += 8
+                if (end - begin) % 2 == 1:
+                    even = add_product(even, weight, load(value, value_width))
+            store(acc + h, even + odd)
+
+    @compiled()
+    def attend(kv, table, begin, end, length, first, sizes, ahead, work):
+        """The softmax of one sequence's query over the blocks `table[begin:end]`."""
+        num_kv_heads, group, block_size, _, head_size, part_bytes = sizes
+        query, parts, scores, acc, peak, total, own = work
+        chunk = max(1, _CHUNK_TOKENS // block_size)
+        for low in range(begin, end, chunk):
+            blocks = low, min(low + chunk, end)
+            num_keys = (blocks[1] - low) * block_size
+            lines = (num_keys + _LANES - 1) // _LANES * _LANES
+            seen = max(0, first - low * block_size), min(num_keys, length - low * block_size)
+            for k in range(num_kv_heads):
+                queries = query + 4 * k * group * head_size
+                scores_of(kv, table, blocks, k, sizes, ahead, queries, parts)
+                for g in range(group):
+                    n = k * group + g
+                    for t in range(0, lines, _LANES):
+                        store(scores + 4 * t, sums_of_rows(parts + g * part_bytes + t * _LINE))
+                    own[: seen[0]] = _NONE
+                    own[seen[1] : lines] = _NONE
+                    highest = load(scores, _LANES)
+                    for t in range(_LANES, lines, _LANES):
+                        highest = larger(load(scores + 4 * t, _LANES), highest)
+                    before, top = peak[n], max(peak[n], largest_of(highest))
+                    highest, added = splat(top, _LANES), splat(_ZERO, _LANES)
+                    for t in range(0, lines, _LANES):
+                        weight = power_of_two(load(scores + 4 * t, _LANES) - highest)
+                        store(scores + 4 * t, weight)
+                        added = added + weight
+                    shrink = largest_of(power_of_two(splat(before - top, _LANES)))
+                    peak[n], total[n] = top, total[n] * shrink + sum_of(added)
+                    place = acc + 4 * n * head_size
+                    add_values(kv, table, blocks, k, sizes, seen, shrink, scores, place)
+
+    return attend
+
+
+@compiled()
+def _block_ahead(table, b, ahead):
+    """The block that is read some blocks after `table[b]`: of the sequence, or of the next one."""
+    distance, end, following, begin, count = ahead
+    if b + distance < end:
+        return np.int64(table[b + distance])
+    later = b + distance - end
+    return np.int64(following[begin + later] if later < count else table[b])
+
+
+_attend_narrow = _attend_by(4, 4)
+_attend_lanes = _attend_by(_LANES, _LANES)
+_attend_wide = _attend_by(_LANES, max(_LANES, _WIDEST))
 
 
 @compiled()
@@ -156,38 +203,62 @@ def _slots_of(record):
     return carray(pointer_to(record[SLOTS], types.float32), shape)
 
 
-@compiled(fastmath=_FAST)
+@compiled()
 def run_chunk(record, index, chunks):
     """Attend to the spans that begin in one chunk of the blocks."""
-    kv_shape = (record[P] * record[K], record[B], record[ROW])
-    kv = carray(pointer_to(record[KV], types.float32), kv_shape)
     q, tables, out, lse = arrays_of(record)
-    slots, scale, num_heads, head_size = _slots_of(record), scale_of(record), record[N], record[H]
-    scores = np.empty((num_heads // record[K], record[B]), np.float32)
+    num_heads, head_size, block_size = record[N], record[H], record[B]
+    group, factor = num_heads // record[K], scale_of(record) * _LOG2_E
+    lines = (max(_CHUNK_TOKENS, block_size) + _LANES - 1) // _LANES * _LANES
+    # Of narrow parts of scores, what is beside them in their lines stays zero.
+    memory = np.zeros(_LANES * (group + 1) * lines + 2 * num_heads * head_size + _LANES, np.float32)
+    offset = -(memory.ctypes.data // 4) % _LANES
+    parts_size = _LANES * group * lines
+    own = memory[offset + parts_size : offset + parts_size + lines]
+    rest = memory[offset + parts_size + lines :]
+    query = rest[: num_heads * head_size].reshape(num_heads, head_size)
+    acc = rest[num_heads * head_size :][: num_heads * head_size].reshape(num_heads, head_size)
     peak, total = np.empty(num_heads, np.float32), np.empty(num_heads, np.float32)
-    acc = np.empty((num_heads, head_size), np.float32)
-    work = (scores, scores.view(np.int32), peak, total, acc)
+    parts = memory.ctypes.data + 4 * offset
+    scores = parts + 4 * parts_size
+    queries = scores + 4 * lines
+    work = (queries, parts, scores, queries + 4 * query.size, peak, total, own)
+    sizes = (record[K], group, block_size, 4 * record[ROW], head_size, _LINE * lines)
 
-    span_blocks, before = record[SPAN_BLOCKS], 0
+    slots, span_blocks, before = _slots_of(record), record[SPAN_BLOCKS], 0
     low, high = record[COUNT] * index // chunks, record[COUNT] * (index + 1) // chunks
     for s in range(record[S]):
         row, length, first, begin, end = _extent(record, s)
         if begin == end:
             continue
+        following = min(s + 1, record[S] - 1)
+        _, _, _, next_begin, next_end = _extent(record, following)
+        distance = 2
+        ahead = (distance, end, tables[following], next_begin, next_end - next_begin)
         whole = begin // span_blocks == (end - 1) // span_blocks
         for span in range(begin // span_blocks, (end - 1) // span_blocks + 1):
-            own = max(begin, span * span_blocks), min(end, (span + 1) * span_blocks)
+            blocks = max(begin, span * span_blocks), min(end, (span + 1) * span_blocks)
             is_mine = low <= before < high
-            before += own[1] - own[0]
+            before += blocks[1] - blocks[0]
             if not is_mine:
                 continue
-            _attend(q[row], kv, record[KV], tables[s], *own, length, first, scale, work)
+            for n in range(num_heads):
+                peak[n], total[n] = _NONE, _ZERO
+                for h in range(head_size):
+                    acc[n, h], query[n, h] = _ZERO, q[row, n, h] * factor
+            args = (record[KV], tables[s], *blocks, length, first, sizes, ahead, work)
+            if head_size % _WIDEST == 0:
+                _attend_wide(*args)
+            elif head_size % _LANES == 0:
+                _attend_lanes(*args)
+            else:
+                _attend_narrow(*args)
             for n in range(num_heads):
                 if whole:
                     inverse = _ONE / total[n]
                     for h in range(head_size):
                         out[row, n, h] = acc[n, h] * inverse
-                    lse[row, n] = peak[n] + np.float32(math.log(total[n]))
+                    lse[row, n] = (peak[n] + np.float32(math.log2(total[n]))) * _LN_2
                 else:
                     slot = slots[s, span, n]
                     for h in range(head_size):
@@ -213,11 +284,11 @@ def merge_spans(record):
                 values[h] = _ZERO
             for span in spans:
                 slot = slots[s, span, n]
-                weight = np.float32(math.exp(slot[head_size] - peak))
+                weight = np.float32(2.0 ** (slot[head_size] - peak))
                 total += weight * slot[head_size + 1]
                 for h in range(head_size):
                     values[h] += weight * slot[h]
             inverse = _ONE / total
             for h in range(head_size):
                 values[h] *= inverse
-            lse[row, n] = peak + np.float32(math.log(total))
+            lse[row, n] = (peak + np.float32(math.log2(total))) * _LN_2

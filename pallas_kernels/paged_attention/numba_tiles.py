@@ -12,7 +12,18 @@ import math
 
 import numpy as np
 
-from ..vectors import add_product, larger, load, only_between, power_of_two, splat, store, widest
+from ..vectors import (
+    add_product,
+    larger,
+    load,
+    only_between,
+    power_of_two,
+    splat,
+    store,
+    transpose_square,
+    widest,
+)
+from ..xla_ffi import prefetch
 from ..xla_threads import compiled
 from .numba_record import (
     IN_TILES,
@@ -31,7 +42,8 @@ from .numba_record import (
 )
 
 WIDEST = widest()
-_CHUNK_TOKENS = 64
+_SQUARE = min(16, WIDEST // 2)
+_CHUNK_TOKENS, _CACHE_LINE = 64, 64
 _LOG2_E, _LN_2 = np.float32(1 / math.log(2)), np.float32(math.log(2))
 _ZERO, _ONE, _NONE = np.float32(0), np.float32(1), np.float32(-np.inf)
 _LOWEST = np.finfo(np.float32).min
@@ -43,8 +55,11 @@ def _attend_to(width: int):
     line = 4 * width
 
     @compiled()
-    def attend(kv, table, begin, end, k, sizes, is_masked, tile):
-        """Blocks `table[begin:end]` of the cache at the address `kv`, KV head k."""
+    def attend(kv, table, begin, end, last, k, sizes, is_masked, tile):
+        """Blocks `table[begin:end]` of the cache at the address `kv`, KV head k.
+
+        What is to follow, up to block `last`, is fetched meanwhile.
+        """
         num_kv_heads, block_size, row_len, head_size = sizes
         query, scores, acc, peak, total, low, high = tile
         row = 4 * row_len
@@ -52,7 +67,12 @@ def _attend_to(width: int):
         place = scores
         for b in range(begin, end):
             key = kv + (np.int64(table[b]) * num_kv_heads + k) * block_size * row
+            following = np.int64(table[min(b + end - begin, last)])
+            fetched = kv + (following * num_kv_heads + k) * block_size * row
             for t in range(0, block_size, 4):
+                for i in range(0, 4 * row, _CACHE_LINE):
+                    prefetch(fetched + i)
+                fetched += 4 * row
                 s0, s1, s2, s3 = none, none, none, none
                 for h in range(head_size):
                     q, at = load(query + h * line, width), key + 4 * h
@@ -151,52 +171,95 @@ def run_tile(record, index):
     width = WIDEST if rows - first > WIDEST // 2 else WIDEST // 2
     block_size = record[B]
     chunk_blocks = max(1, _CHUNK_TOKENS // block_size)
-    lines = 2 * record[H] + chunk_blocks * block_size + 4
-    _run_tile(record, s, k, first, width, chunk_blocks, np.empty(lines * width + 16, np.float32))
+    padded = _padded(record[H])
+    lines = 2 * padded + chunk_blocks * block_size + 4
+    memory = np.empty(lines * width + padded * _SQUARE + 16, np.float32)
+    _run_tile(record, s, k, first, width, chunk_blocks, memory)
+
+
+@compiled()
+def _padded(head_size):
+    """Numbers of a head, whole squares of them."""
+    return (head_size + _SQUARE - 1) // _SQUARE * _SQUARE
+
+
+@compiled()
+def _place_of(record, s, k, i):
+    """(row, head) of query i of those that sequence s has of a KV head."""
+    group = record[N] // record[K]
+    return queries_of(record, s)[0] + i // group, k * group + i % group
+
+
+@compiled()
+def _lay_out(record, s, k, first, count, factor, rows, query, line):
+    """Write `count` queries side by side, from the address `query` on; `rows` is for a few."""
+    q, _, _, _ = arrays_of(record)
+    head_size, (num_rows, row_len) = record[H], rows.shape
+    for begin in range(0, line // 4, num_rows):
+        for i in range(num_rows):
+            if begin + i < count:
+                row, n = _place_of(record, s, k, first + begin + i)
+                for h in range(head_size):
+                    rows[i, h] = q[row, n, h] * factor
+            else:
+                rows[i] = _ZERO
+        for h in range(0, row_len, _SQUARE):
+            place = query + h * line + 4 * begin
+            transpose_square(rows.ctypes.data + 4 * h, 4 * row_len, place, line, _SQUARE)
+
+
+@compiled()
+def _write_out(record, s, k, first, count, peak, total, rows, acc, line):
+    """Write the results of `count` queries that lie side by side from the address `acc` on."""
+    _, _, out, lse = arrays_of(record)
+    head_size, (num_rows, row_len) = record[H], rows.shape
+    for begin in range(0, count, num_rows):
+        for h in range(0, row_len, _SQUARE):
+            place = rows.ctypes.data + 4 * h
+            transpose_square(acc + h * line + 4 * begin, line, place, 4 * row_len, _SQUARE)
+        for i in range(begin, min(begin + num_rows, count)):
+            row, n = _place_of(record, s, k, first + i)
+            inverse = _ONE / total[i] if total[i] > 0 else _ZERO
+            for h in range(head_size):
+                out[row, n, h] = rows[i - begin, h] * inverse
+            lse[row, n] = (peak[i] + np.float32(math.log2(total[i]))) * _LN_2
 
 
 @compiled()
 def _run_tile(record, s, k, first, width, chunk_blocks, memory):
     """Compute the tile from row `first` on, in memory that the caller keeps."""
     head_size, block_size, line = record[H], record[B], 4 * width
+    padded = _padded(head_size)
     offset = -(memory.ctypes.data // 4) % 16  # vectors begin where lines of the cache do
-    lines = memory[offset : offset + (memory.size - 16) // width * width].reshape(-1, width)
-    query, acc, seen = lines[:head_size], lines[head_size : 2 * head_size], lines[2 * head_size :]
+    memory = memory[offset:]
+    rows = memory[: _SQUARE * padded].reshape(_SQUARE, padded)
+    memory = memory[_SQUARE * padded :]
+    lines = memory[: memory.size // width * width].reshape(-1, width)
+    acc, seen = lines[padded : 2 * padded], lines[2 * padded :]
     peak, total = seen[0], seen[1]
     low, high = seen[2].view(np.int32), seen[3].view(np.int32)
-    address = lines.ctypes.data
-    seen_at = address + 2 * head_size * line
+    query = lines.ctypes.data
+    acc_at, seen_at = query + padded * line, query + 2 * padded * line
     tile = (
-        address,
+        query,
         seen_at + 4 * line,
-        address + head_size * line,
+        acc_at,
         seen_at,
         seen_at + line,
         seen_at + 2 * line,
         seen_at + 3 * line,
     )
 
-    q, tables, out, lse = arrays_of(record)
+    _, tables, _, _ = arrays_of(record)
     start, num_queries, length = queries_of(record, s)
     group = record[N] // record[K]
-    count = min(width, num_queries * group - first)
-    factor, window = scale_of(record) * _LOG2_E, record[WINDOW]
-    for i in range(width):
-        peak[i], total[i], low[i], high[i] = _NONE, _ZERO, 1, 0
-        for h in range(head_size):
-            acc[h, i] = _ZERO
-    for i in range(width):
-        row, n = start + (first + i) // group, k * group + (first + i) % group
-        if i < count:
-            high[i] = length - 1
-            if record[IS_CAUSAL]:
-                high[i] = length - num_queries + row - start
-            low[i] = max(0, high[i] - window + 1) if window > 0 else 0
-            for h in range(head_size):
-                query[h, i] = q[row, n, h] * factor
-        else:
-            for h in range(head_size):
-                query[h, i] = _ZERO
+    count, window = min(width, num_queries * group - first), record[WINDOW]
+    rows[:], acc[:], peak[:], total[:], low[:], high[:] = _ZERO, _ZERO, _NONE, _ZERO, 1, 0
+    _lay_out(record, s, k, first, count, scale_of(record) * _LOG2_E, rows, query, line)
+    for i in range(count):
+        row, _ = _place_of(record, s, k, first + i)
+        high[i] = length - num_queries + row - start if record[IS_CAUSAL] else length - 1
+        low[i] = max(0, high[i] - window + 1) if window > 0 else 0
 
     sizes = (record[K], block_size, record[ROW], head_size)
     last_low, last_high = low[count - 1], high[count - 1]
@@ -205,16 +268,10 @@ def _run_tile(record, s, k, first, width, chunk_blocks, memory):
     while begin < num_blocks:
         end = min(begin + chunk_blocks, num_blocks)
         is_masked = end * block_size > high[0] + 1 or begin * block_size < last_low
-        args = (record[KV], tables[s], begin, end, k, sizes, is_masked, tile)
+        args = (record[KV], tables[s], begin, end, num_blocks - 1, k, sizes, is_masked, tile)
         if width == WIDEST:
             _attend_wide(*args)
         else:
             _attend_narrow(*args)
         begin = end
-
-    for i in range(count):
-        row, n = start + (first + i) // group, k * group + (first + i) % group
-        inverse = _ONE / total[i] if total[i] > 0 else _ZERO
-        for h in range(head_size):
-            out[row, n, h] = acc[h, i] * inverse
-        lse[row, n] = (peak[i] + np.float32(math.log2(total[i]))) * _LN_2
+    _write_out(record, s, k, first, count, peak, total, rows, acc_at, line)
