@@ -245,7 +245,7 @@ class Llama(nnx.Module):
         """
         if self.dtype != jnp.float32 or cpu_kernels() is None:
             return self
-        return self._with_each(pack_parameter)
+        return self._with_each(lambda name, value: pack_parameter(name, value, self.config))
 
     def _with_each(self, fn: Callable[[str, Any], Any]) -> Llama:
         """This model with `fn(name, value)` for each parameter."""

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 
 from ..pallas_kernels import PackedWeight, pack_weight
-from .quantized import INPUT_AXES, QuantizedWeight
+from .config import LlamaConfig
+from .quantized import INPUT_AXES, QuantizedWeight, is_output_head
 
 
 @jax.tree_util.register_dataclass
@@ -27,11 +28,8 @@ class PackedParameter:
     out_shape: tuple[int, ...] = field(metadata={"static": True})
 
 
-def pack_parameter(name: str, value: Any) -> Any:
-    """A parameter of `Llama` packed, if it is one that is read so, or else as it is.
-
-    An output head in float32 is read as it is: a row of it is an output, and lies in one piece.
-    """
+def pack_parameter(name: str, value: Any, config: LlamaConfig) -> Any:
+    """A parameter of `Llama` packed, if products read it, or else as it is."""
     if isinstance(value, QuantizedWeight):
         weight = _pack(value.words, value.scale, num_inputs=value.num_inputs)
         return PackedParameter(weight=weight, out_shape=value.out_shape)
@@ -39,6 +37,8 @@ def pack_parameter(name: str, value: Any) -> Any:
         axes = INPUT_AXES[name]
         flat = value.reshape(math.prod(value.shape[:axes]), -1)
         return PackedParameter(weight=_pack(flat, None), out_shape=value.shape[axes:])
+    if isinstance(value, jax.Array) and is_output_head(name, config):
+        return PackedParameter(weight=_pack(value.T, None), out_shape=value.shape[:1])
     return value
 
 

@@ -61,9 +61,14 @@ def quantize_parameter(
         axes = INPUT_AXES[name]
         num_inputs = math.prod(value.shape[:axes])
         return quantize(value.reshape(num_inputs, -1), value.shape[axes:])
-    if name == "head" or (name == "embed" and config.tie_embeddings):
+    if is_output_head(name, config):
         return quantize(value.T, value.shape[:1])
     return value
+
+
+def is_output_head(name: str, config: LlamaConfig) -> bool:
+    """Whether a parameter `[V, D]` makes logits, as an embedding does that is tied."""
+    return name == "head" or (name == "embed" and config.tie_embeddings)
 
 
 @partial(jax.jit, static_argnames="out_shape")

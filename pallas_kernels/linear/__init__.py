@@ -30,9 +30,6 @@ def _linear_reference(
     return jnp.matmul(x, weight, precision="highest").astype(x.dtype)
 
 
-# The most rows with which XLA is done sooner, on a CPU, with a weight that is transposed.
-_MOST_ROWS_FOR_XLA = 1
-
 _OP = Op(
     name="linear",
     implementations={REFERENCE: _linear_reference, NUMBA: linear_numba, XLA: linear_xla},
@@ -61,9 +58,9 @@ def linear(
             with int8.
         batch_invariant: compute every row as if it were alone, so that its bits do not depend on
             what else is computed, on a CPU (XLA promises nothing elsewhere).
-        implementation: None picks by platform; "numba" (CPUs, float32 activations, weights that
-            are packed or transposed; bits never depend on other rows; it has no gradient), "xla"
-            or "reference". A named one never falls back.
+        implementation: None picks by platform; "numba" (CPUs, float32 activations, packed
+            weights; bits never depend on other rows; it has no gradient), "xla" or "reference".
+            A named one never falls back.
 
     Returns:
         `[T, out]` in x's dtype; in float32 if transposed.
@@ -87,8 +84,6 @@ def linear(
     if 0 in (*x.shape, num_outputs):
         dtype = jnp.float32 if transposed else x.dtype
         return jnp.zeros((x.shape[0], num_outputs), dtype)
-    if implementation is None and transposed and not batch_invariant:
-        implementation = XLA if x.shape[0] <= _MOST_ROWS_FOR_XLA else None
     return _OP(implementation, x, weight, scale, batch_invariant, transposed)
 
 

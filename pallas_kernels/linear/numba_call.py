@@ -15,7 +15,7 @@ import numpy as np
 from numba import cfunc, types
 from numba.np.numpy_support import carray
 
-from ..vectors import add_product, load, load_bytes, splat, store, transpose_square
+from ..vectors import add_product, load, load_bytes, splat, store
 from ..xla_ffi import ARGS, DATA, FRAME_WORDS, RETS, callback_of, pointer_to, prefetch
 from ..xla_threads import (
     OWN,
@@ -45,13 +45,12 @@ _AHEAD = 2 * _PIECE * _LINE
 # Below this a second thread costs more than it helps.
 _PART_BYTES = 1 << 16
 _ITEMS_PER_THREAD = 8
-_SQUARE = 16
 _ZERO = np.float32(0)
 
 # Words of the record of a call: addresses, sizes, panels.
 _X, _WEIGHT, _SCALE, _OUT = range(OWN, OWN + 4)
-_ROWS, _INPUTS, _OUTPUTS, _GROUPS, _TRANSPOSED, _PANELS, _ITEMS = range(OWN + 4, OWN + 11)
-_RECORD_WORDS = OWN + 11
+_ROWS, _INPUTS, _OUTPUTS, _GROUPS, _PANELS, _ITEMS = range(OWN + 4, OWN + 10)
+_RECORD_WORDS = OWN + 10
 
 
 @compiled()
@@ -63,26 +62,14 @@ def _fill_record(record, frame):
     record[_ROWS], record[_INPUTS] = shape_of(frame[ARGS], 0, 2)
     record[_OUTPUTS] = shape_of(frame[RETS], 0, 2)[1]
     record[_GROUPS] = shape_of(frame[ARGS], 2, 3)[1]
-    record[_PANELS] = (record[_OUTPUTS] + _WIDTH - 1) // _WIDTH
-    numbers = carray(pointer_to(buffer_of(frame[ARGS], 3)[DATA], types.int32), (2,))
-    record[_TRANSPOSED] = numbers[1]
-    return np.int64(numbers[0])
+    record[_PANELS] = record[_OUTPUTS] // _WIDTH
+    return np.int64(carray(pointer_to(buffer_of(frame[ARGS], 3)[DATA], types.int32), (1,))[0])
 
 
 @compiled()
 def _fetch(address):
     for i in range(0, _LINE, _CACHE_LINE):
         prefetch(address + i)
-
-
-@compiled()
-def _transpose(record, memory, first, begin, count):
-    """A piece of a weight whose rows are outputs; `count` is a multiple of a square."""
-    row = 4 * record[_INPUTS]
-    source = record[_WEIGHT] + first * row + 4 * begin
-    for n in range(0, _WIDTH, _SQUARE):
-        for i in range(0, count, _SQUARE):
-            transpose_square(source + n * row + 4 * i, row, memory + i * _LINE + 4 * n, _LINE)
 
 
 @compiled()
@@ -229,18 +216,11 @@ def _run_panel(record, panel, own):
     """Compute the outputs of a panel, in memory that the caller keeps."""
     memory = own.ctypes.data + -own.ctypes.data % _CACHE_LINE
     inputs = record[_INPUTS]
-    # The last panel of a weight that is not packed computes some of the one before again.
-    first = min(panel * _WIDTH, record[_OUTPUTS] - _WIDTH)
+    first_out = record[_OUT] + panel * _LINE
     for begin in range(0, inputs, _PIECE):
         count = min(_PIECE, inputs - begin)
-        if record[_TRANSPOSED]:
-            _transpose(record, memory, first, begin, count)
-            # As far into the next panel, all of which lies behind this one.
-            ahead = record[_WEIGHT] + 4 * (first + _WIDTH) * inputs + begin * _LINE
-            piece = (memory, count, ahead, _LINE)
-        elif record[_GROUPS] > 0 and record[_ROWS] == 1 and count % GROUP == 0:
-            x, out = record[_X] + 4 * begin, record[_OUT] + 4 * first
-            _multiply_words(record, panel, x, begin, count, out)
+        if record[_GROUPS] > 0 and record[_ROWS] == 1 and count % GROUP == 0:
+            _multiply_words(record, panel, record[_X] + 4 * begin, begin, count, first_out)
             continue
         elif record[_GROUPS] > 0:
             _unpack(record, memory, panel, begin, count)
@@ -248,7 +228,7 @@ def _run_panel(record, panel, own):
         else:
             source = record[_WEIGHT] + (panel * inputs + begin) * _LINE
             piece = (source, count, source + _AHEAD, _LINE)
-        _multiply_all(record, piece, begin, record[_OUT] + 4 * first)
+        _multiply_all(record, piece, begin, first_out)
 
 
 @compiled()
@@ -273,10 +253,7 @@ def _run(frame):
     parts = record[_INPUTS] * record[_OUTPUTS] * (4 + record[_ROWS]) // _PART_BYTES
     # Of products of many rows, panels are large enough to be items.
     num_items = max(_ITEMS_PER_THREAD * num_threads, record[_PANELS] * record[_ROWS] // 128)
-    # The last panel of a weight that is not packed adds to what the one before has, so that one
-    # thread must take both.
-    most = max(1, record[_PANELS] // 2) if record[_TRANSPOSED] else record[_PANELS]
-    record[_ITEMS] = min(num_items, most)
+    record[_ITEMS] = min(num_items, record[_PANELS])
     helpers = min(num_threads, record[_ITEMS], 1 + parts) - 1
     address, error = share_out(frame, record, record[_ITEMS], helpers, callback_of(_work))
     if address != 0:
@@ -300,10 +277,9 @@ def _handler_of(digest: int):
 def register() -> str:
     """Make the custom call known to XLA; returns its name.
 
-    Its operands are `x float32[T, in]`, the weight, `float32[Q, in, W]`, `int32[Q, G, 8, W]` or, if
-    transposed, `float32[out, in]` (`in` a multiple of 16, `out` at least W), its `scale
-    float32[Q, G, W]` (of no element if it has none), and `(threads, is transposed) int32[2]`. Its
-    result is `float32[T, out]`, `float32[T, Q*W]` if not transposed.
+    Its operands are `x float32[T, in]`, the weight, `float32[Q, in, W]` or `int32[Q, G, 8, W]`, its
+    `scale float32[Q, G, W]` (of no element if it has none), and `threads int32[1]`. Its result is
+    `float32[T, Q*W]`.
     """
     handler = _handler_of(source_digest())
     jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler.ctypes), platform="cpu")

@@ -65,7 +65,7 @@ def test_a_product_is_that_of_the_weight(
 
 
 @pytest.mark.parametrize("shape", [(48, 40), (64, 32), (576, 970), (16, 33)])
-@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, None], ids=str)
+@pytest.mark.parametrize("implementation", ["reference", "xla", None], ids=str)
 def test_a_weight_may_have_its_outputs_first(
     implementation: str | None, shape: tuple[int, int]
 ) -> None:
@@ -76,9 +76,6 @@ def test_a_weight_may_have_its_outputs_first(
         for batch_invariant in (False, True):
             y = run(args, batch_invariant=batch_invariant, **options)
             np.testing.assert_allclose(y, expected, atol=2e-4, rtol=0)
-        if implementation == "numba":
-            straight = run((x, weight, None), packed=True, implementation="numba")
-            np.testing.assert_array_equal(y, straight)
 
 
 @pytest.mark.parametrize("int8", [False, True], ids=["float32", "int8"])
@@ -108,17 +105,6 @@ def test_no_bit_depends_on_the_number_of_threads(
         np.testing.assert_array_equal(result, results[0])
 
 
-@pytest.mark.parametrize("num_outputs", [33, 1009, 1024])
-def test_threads_do_not_compute_an_output_twice(num_outputs: int) -> None:
-    # Of so many rows, each panel could be a thread's; the last of a weight as it is overlaps.
-    (x, weight, _), _ = problem(512, 576, num_outputs, False)
-    want = run((x, weight, None), packed=True)
-    product = jax.jit(lambda x, weight: linear(x, weight, transposed=True))
-    args = jnp.asarray(x), jnp.asarray(weight.T)
-    for _ in range(20):
-        np.testing.assert_array_equal(product(*args), want)
-
-
 def test_calls_from_many_threads_do_not_wait_for_one_another() -> None:
     args, _ = problem(20, 576, 960, False)
     product = jax.jit(lambda *own: linear(*own, implementation="numba"))
@@ -139,14 +125,14 @@ def test_a_row_that_is_not_a_number_stays_with_itself() -> None:
     np.testing.assert_array_equal(np.delete(spoilt, 3, 0), np.delete(clean, 3, 0))
 
 
-def test_cpus_take_the_kernel_for_packed_weights_and_for_rows_times_an_embedding() -> None:
+def test_cpus_take_the_kernel_for_packed_weights() -> None:
     for num_rows in (1, 2):
         x, weight = jnp.ones((num_rows, 64)), jnp.ones((64, 96))
         for own, options, is_ours in (
             (pack_weight(weight), {}, True),
+            (pack_weight(weight), {"batch_invariant": True}, True),
             (weight, {}, False),
-            (weight.T, {"transposed": True}, num_rows > 1),
-            (weight.T, {"transposed": True, "batch_invariant": True}, True),
+            (weight.T, {"transposed": True}, False),
         ):
             call = jax.jit(lambda x, own, options=options: linear(x, own, **options))
             assert ("octavo.linear" in call.lower(x, own).as_text()) == is_ours
@@ -235,7 +221,7 @@ def test_what_the_kernel_cannot_do_is_refused_if_asked_for_and_done_by_xla_if_no
     for implementation in (None, "reference"):
         y = linear(x, weight.T, transposed=True, implementation=implementation)
         assert y.dtype == jnp.float32
-    with pytest.raises(NotImplementedError, match="multiple of 16"):
+    with pytest.raises(NotImplementedError, match="must be packed"):
         linear(jnp.ones((4, 8)), jnp.ones((3, 8)), transposed=True, implementation="numba")
     with pytest.raises(ValueError, match="not for int8"):
         linear(jnp.ones((4, 8)), jnp.ones((8, 1, 3)), jnp.ones((1, 3)), transposed=True)
