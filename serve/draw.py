@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from .logit_edits import edit_logits
+from .logit_edits import asks_for_edits, edit_logits
 from .logprobs import TokenLogprobs, no_logprobs, token_logprobs
-from .sampling import sample
+from .sampling import likeliest, sample
 from .seats import SeatParams, rows_of
 from .token_masks import TokenMasks, mask_logits
 
@@ -35,9 +35,17 @@ def draw(
     Returns:
         `(token int32[R], logprobs [R], history)`; logprobs are zeros unless a row wants them.
     """
-    possible = logits if masks is None else mask_logits(logits, masks)
-    edited = edit_logits(possible, history, params, seat, num_tokens, live)
-    token = sample(edited, rows_of(params, seat, num_tokens, live))
+    rows = rows_of(params, seat, num_tokens, live)
+    asks = jnp.any(rows.temperature > 0) | asks_for_edits(params, seat, live)
+    if masks is not None:
+        asks |= jnp.any(masks.constrained)
+
+    def choose() -> jax.Array:
+        possible = logits if masks is None else mask_logits(logits, masks)
+        return sample(edit_logits(possible, history, params, seat, num_tokens, live), rows)
+
+    # Apart, as XLA copies all logits for each thing that might be done with them.
+    token = jax.lax.cond(asks, choose, lambda: likeliest(logits))
     logprobs = jax.lax.cond(
         jnp.any(live & (params.num_logprobs[seat] >= 0)),
         lambda: token_logprobs(logits, token),

@@ -31,20 +31,32 @@ def edit_logits(
         num_tokens: tokens that each sequence has.
         live: `bool[R]`; the other rows ask for nothing.
     """
-    penalised = (params.repetition_penalty != 1) | (params.frequency_penalty != 0)
-    penalised |= params.presence_penalty != 0
     logits = jax.lax.cond(
-        jnp.any(live & (params.num_edits[seat] > 0)),
+        jnp.any(live & _biased(params)[seat]),
         lambda x: _bias(x, params, seat, num_tokens),
         lambda x: x,
         logits,
     )
     return jax.lax.cond(
-        jnp.any(live & penalised[seat]),
+        jnp.any(live & _penalised(params)[seat]),
         lambda x: _penalise(x, history[seat], params, seat, num_tokens),
         lambda x: x,
         logits,
     )
+
+
+def asks_for_edits(params: SeatParams, seat: jax.Array, live: jax.Array) -> jax.Array:
+    """Whether any of the `live: bool[R]` rows wants its logits edited, `bool[]`."""
+    return jnp.any(live & (_biased(params) | _penalised(params))[seat])
+
+
+def _biased(params: SeatParams) -> jax.Array:
+    return jnp.asarray(params.num_edits) > 0
+
+
+def _penalised(params: SeatParams) -> jax.Array:
+    penalised = (params.repetition_penalty != 1) | (params.frequency_penalty != 0)
+    return jnp.asarray(penalised | (params.presence_penalty != 0))
 
 
 def _bias(

@@ -33,31 +33,7 @@ class SamplingRows:
 _PART = 512
 
 
-def sample(logits: jax.Array, rows: SamplingRows) -> jax.Array:
-    """Draw a token `int32[R]` from `logits: float32[R, V]`.
-
-    `min_p`, then `top_k`, then `top_p` narrow the choice; tokens that tie with the last one
-    kept are kept as well. The draw is the Gumbel-max trick.
-    """
-    greedy = _likeliest(logits)
-
-    def draw(_: None) -> jax.Array:
-        scale = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
-        scaled = logits / scale[:, None]
-        filters = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
-        kept = jax.lax.cond(
-            jnp.any(filters & (rows.temperature > 0)),
-            lambda x: _narrow(x, rows),
-            lambda x: x,
-            scaled,
-        )
-        return _likeliest(kept + _gumbel(rows, logits.shape[-1]))
-
-    drawn = jax.lax.cond(jnp.any(rows.temperature > 0), draw, lambda _: greedy, None)
-    return jnp.where(rows.temperature > 0, drawn, greedy)
-
-
-def _likeliest(logits: jax.Array) -> jax.Array:
+def likeliest(logits: jax.Array) -> jax.Array:
     """The first of the largest in each row, `float32[R, V]` -> `int32[R]`, as `argmax` finds it.
 
     In two steps: XLA finds maxima on a CPU 30 times as fast as where they are (32 x 49,152: 0.11 ms
@@ -69,6 +45,30 @@ def _likeliest(logits: jax.Array) -> jax.Array:
     part = jnp.argmax(jnp.max(parts, axis=-1), axis=-1)
     own = jnp.take_along_axis(parts, part[:, None, None], axis=1)[:, 0]
     return (part * _PART + jnp.argmax(own, axis=-1)).astype(jnp.int32)
+
+
+def sample(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+    """Draw a token `int32[R]` from `logits: float32[R, V]`.
+
+    `min_p`, then `top_k`, then `top_p` narrow the choice; tokens that tie with the last one
+    kept are kept as well. The draw is the Gumbel-max trick.
+    """
+    greedy = likeliest(logits)
+
+    def draw(_: None) -> jax.Array:
+        scale = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
+        scaled = logits / scale[:, None]
+        filters = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
+        kept = jax.lax.cond(
+            jnp.any(filters & (rows.temperature > 0)),
+            lambda x: _narrow(x, rows),
+            lambda x: x,
+            scaled,
+        )
+        return likeliest(kept + _gumbel(rows, logits.shape[-1]))
+
+    drawn = jax.lax.cond(jnp.any(rows.temperature > 0), draw, lambda _: greedy, None)
+    return jnp.where(rows.temperature > 0, drawn, greedy)
 
 
 def _gumbel(rows: SamplingRows, vocab_size: int) -> jax.Array:
