@@ -42,6 +42,9 @@ _REMOTE_BYTES = 1.25e9
 _DISK_BYTES = 5e8
 _MAX_PREFILLS = 64
 _REFIT_EVERY = 8
+# Each time a tier is passed over, what it is believed to take shrinks by this, down to what it took
+# at the start: once it was slow, it is tried again after a while (twice as slow, after 35 times).
+_FORGIVEN = 0.98
 
 
 class RestoreChoice:
@@ -53,7 +56,7 @@ class RestoreChoice:
     """
 
     def __init__(self, costs: CostModel | None, block_size: int):
-        self.costs = costs
+        self.costs = self._costs_at_first = costs
         self._block_size = block_size
         self._prefills: deque[tuple[int, int, float]] = deque(maxlen=_MAX_PREFILLS)
         self._num_prefills = 0
@@ -71,6 +74,8 @@ class RestoreChoice:
             )
         field = "num_restored"
         if plan is not None:
+            if plan.decision == "recompute":
+                self._forgive(tiers[0], n * self._block_size)
             fields = {"recompute": "num_recomputed", "restore": "num_restored"}
             field = fields.get(plan.decision, "num_split")
         self.stats = replace(self.stats, **{field: getattr(self.stats, field) + 1})
@@ -81,6 +86,14 @@ class RestoreChoice:
             begun=time.perf_counter(),
         )
         return (0, n, watch) if plan is None else (plan.start, plan.stop, watch)
+
+    def _forgive(self, tier: str, num_tokens: int) -> None:
+        assert self.costs is not None and self._costs_at_first is not None
+        believed = self.costs.seconds_to_restore(tier, num_tokens)
+        at_first = self._costs_at_first.seconds_to_restore(tier, num_tokens)
+        if believed > at_first:
+            seconds = max(_FORGIVEN * believed, at_first)
+            self.costs = fit_restore(self.costs, tier, num_tokens, seconds)
 
     def carried_out(self, watch: Watch) -> None:
         """All of a stretch is there, as it was planned."""

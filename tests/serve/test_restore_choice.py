@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from octavo.models import LoadedModel
-from octavo.paged.cost_model import HARDWARE, CostModel
+from octavo.paged.cost_model import HARDWARE, CostModel, fit_restore
 from octavo.serve import BeamSearchParams, Completion, Engine, SamplingParams
 from octavo.serve.metrics import ServerMetrics
 from octavo.serve.model_shape import shape_of
@@ -219,6 +219,34 @@ def test_restores_and_prefills_teach(engine: Engine) -> None:
     for _ in range(8):
         choice.computed(0, 3, 1000.0)  # too short to tell anything
     assert known().seconds_to_recompute(0, 32) == pytest.approx(2.0)
+
+
+def test_a_tier_that_once_was_slow_is_tried_again(tiny: LoadedModel) -> None:
+    shape = shape_of(tiny.model.config, param_dtype_bytes=4, kv_dtype_bytes=4)
+    hardware = replace(HARDWARE["h100"], peak_flops=1e9, peak_memory_bytes=1e15)
+    costs = CostModel(shape, hardware, chunk_size=32)
+    tiers = ["host"] * 4
+
+    def seconds_to_restore(choice: RestoreChoice) -> float:
+        assert choice.costs is not None
+        return choice.costs.seconds_to_restore("host", 4 * SIZE)
+
+    def decision(choice: RestoreChoice) -> str:
+        plan = choice.choose(0, tiers, may_split=False)[2].plan
+        assert plan is not None
+        return plan.decision
+
+    choice = RestoreChoice(costs, SIZE)
+    at_first, to_compute = seconds_to_restore(choice), costs.seconds_to_recompute(0, 4 * SIZE)
+    assert at_first < to_compute and decision(choice) == "restore"
+    choice.costs = fit_restore(costs, "host", 4 * SIZE, 2 * to_compute)
+    decisions = [decision(choice) for _ in range(40)]
+    assert decisions == ["recompute"] * 35 + ["restore"] * 5
+
+    slow = RestoreChoice(fit_restore(costs, "host", 4 * SIZE, 2 * to_compute), SIZE)
+    believed = seconds_to_restore(slow)
+    assert {decision(slow) for _ in range(80)} == {"recompute"}
+    assert seconds_to_restore(slow) == believed
 
 
 def test_an_engine_with_tiers_measures_its_machine(tiny: LoadedModel, tmp_path: Path) -> None:
