@@ -29,6 +29,7 @@ from .programs import KVCache, bucket_for
 from .request import Request
 from .rows import seat_of
 from .seats import SeatParams, init_seats, no_params, params_of
+from .staging import Loaded
 from .tiers import LowerTiers
 
 _PROTECTED_FRACTION = 0.8  # of the pool, in `slru`
@@ -261,14 +262,11 @@ class BlockRunner:
         for request in requests:
             request.num_published = max(request.num_published, request.num_computed // size)
 
-    def put_blocks(
-        self, request: Request, first: int, count: int, blocks: np.ndarray | jax.Array
-    ) -> None:
+    def put_blocks(self, request: Request, first: int, loaded: Loaded) -> None:
         """Overwrite a request's own blocks from column `first` on; see `LowerTiers.put`."""
         assert self.tiers is not None
-        self._kv_cache = self.tiers.put(
-            self._kv_cache, self._tables.block_ids, request, first, count, blocks
-        )
+        block_ids = self._tables.block_ids
+        self._kv_cache = self.tiers.put(self._kv_cache, block_ids, request, first, loaded)
 
     def keep(self, request: Request, hold: Hold) -> None:
         """Let `hold` hold what the request has computed, instead of what it held before."""

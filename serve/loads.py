@@ -7,12 +7,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-import jax
-import numpy as np
-
 from ..paged.cost_model import RestorePlan
-
-Loaded = tuple[np.ndarray | jax.Array, list[str]]
+from .staging import Loaded
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 
-import numpy as np
-
 from .loads import Load, Restore, Watch
 from .request import Request
 from .restore_choice import RestoreChoice
@@ -102,11 +100,18 @@ class Restores:
         self._stop(request)
 
     def _stop(self, request: Request) -> None:
-        restore, request.restore = request.restore, None
+        self._break_off(request)
+        request.restore = None
+
+    def _break_off(self, request: Request) -> None:
+        """Let a request have what is in place, and no more."""
+        restore = request.restore
         if restore is not None:
+            restore.is_over = True
             self._num_loads -= len(restore.loads)
             for load in restore.loads:
                 load.future.cancel()
+            restore.loads.clear()
 
     def advance(
         self, running: Sequence[Request], publish_fn: Callable[[Request], None], *, idle: bool
@@ -119,23 +124,31 @@ class Restores:
             idle: whether nobody has anything to compute; then it waits, until somebody has.
         """
         self._look_at_watched()
-        until = time.perf_counter() + self._slice_s
         restoring = [request for request in running if request.restore is not None]
         for request in restoring:
             assert request.restore is not None
             request.restore.watch.alone &= idle
+        try:
+            self._put_what_is_read(restoring, idle=idle)
+        finally:
+            # Only now: the host notes blocks while the device still copies them.
+            for request in restoring:
+                self._go_on(request, publish_fn)
+
+    def _put_what_is_read(self, restoring: Sequence[Request], *, idle: bool) -> None:
+        until = time.perf_counter() + self._slice_s
         self._read_ahead(restoring)
         while restoring:
             ready = [request for request in restoring if _is_ready(request)]
             for request in ready:
                 try:
-                    self._take(request, publish_fn)
+                    self._take(request)
                 except BaseException:
                     # An interrupt, perhaps before the blocks were there: those that follow them
                     # are of no use.
-                    self.end(request)
+                    self._break_off(request)
                     raise
-            left = [request for request in restoring if request.restore is not None]
+            left = [request for request in restoring if not _is_over(request)]
             self._read_ahead(left)
             seconds = until - time.perf_counter()
             if seconds <= 0 or (not idle and not ready) or (idle and len(left) < len(restoring)):
@@ -172,29 +185,30 @@ class Restores:
                 restore.next = end
                 self._num_loads += 1
 
-    def _take(self, request: Request, publish_fn: Callable[[Request], None]) -> None:
-        """Put the next batch in place, if there is one, and let the request go on after it."""
+    def _take(self, request: Request) -> None:
+        """Put the next batch in place, if there is one."""
         restore = request.restore
         assert restore is not None
-        if restore.loads:
-            load = restore.loads[0]
-            try:
-                blocks, sources = load.future.result()
-            except Exception:  # memory, say: computing is always possible
-                logger.exception("blocks of request %s could not be read", request.request_id)
-                blocks, sources = np.empty(0), []
-            restore.loads.popleft()
-            self._num_loads -= 1
-            if sources:
-                self._runner.put_blocks(request, load.first, len(sources), blocks)
-                restore.ready = load.first + len(sources)
-            restore.is_over = restore.ready < load.end or load.end == len(restore.keys)
-        if request.waits_for_blocks:
-            self._go_on(request, restore, publish_fn)
+        if not restore.loads:
+            return
+        load = restore.loads[0]
+        try:
+            loaded = load.future.result()
+        except Exception:  # memory, say: computing is always possible
+            logger.exception("blocks of request %s could not be read", request.request_id)
+            loaded = None
+        restore.loads.popleft()
+        self._num_loads -= 1
+        if loaded is not None and loaded.count:
+            self._runner.put_blocks(request, load.first, loaded)
+            restore.ready = load.first + loaded.count
+        restore.is_over = restore.ready < load.end or load.end == len(restore.keys)
 
-    def _go_on(
-        self, request: Request, restore: Restore, publish_fn: Callable[[Request], None]
-    ) -> None:
+    def _go_on(self, request: Request, publish_fn: Callable[[Request], None]) -> None:
+        """Let a request go on after what is in place, and others find it."""
+        restore = request.restore
+        if restore is None or not request.waits_for_blocks:
+            return
         gained = restore.ready * self._block_size - request.num_computed
         if gained > 0:
             request.num_computed += gained
@@ -216,3 +230,9 @@ def _is_ready(request: Request) -> bool:
     if restore.loads:
         return restore.loads[0].future.done()
     return restore.is_over and request.waits_for_blocks
+
+
+def _is_over(request: Request) -> bool:
+    """Whether all is in place that is to come, and the request can go on."""
+    assert request.restore is not None
+    return request.restore.is_over and request.waits_for_blocks

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 
@@ -46,3 +48,70 @@ class Staging:
     def like(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         """What stands for `staged` blocks when a program is compiled."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.host)
+
+
+# What JAX reads on a CPU where it lies begins at such an address.
+_ALIGNMENT = 64
+
+
+@dataclass(kw_only=True, eq=False)
+class LoadBuffer:
+    """Host memory for one load.
+
+    Attributes:
+        memory: for blocks.
+        copied: a result of the program that read it last, if any.
+    """
+
+    memory: np.ndarray
+    copied: jax.Array | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """Blocks that have been read.
+
+    Attributes:
+        blocks: `[n, L, K, B, ROW]`.
+        count: how many of them there are.
+        buffer: where they lie, for `LoadBuffers.give_back`.
+    """
+
+    blocks: Any
+    count: int
+    buffer: LoadBuffer | None
+
+
+class LoadBuffers:
+    """Buffers that are used again: memory that the system has just given is slow to write.
+
+    There are as many as loads at a time. One that is not given back is forgotten.
+
+    Args:
+        shape, dtype: of a buffer.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any):
+        self._shape, self._dtype = shape, np.dtype(dtype)
+        self._lock = threading.Lock()
+        self._free: list[LoadBuffer] = []
+
+    def take(self) -> LoadBuffer:
+        """A buffer that nobody reads any more; waits for the device if need be."""
+        with self._lock:
+            buffer = self._free.pop(0) if self._free else None
+        if buffer is None:
+            num_bytes = int(np.prod(self._shape)) * self._dtype.itemsize
+            memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+            offset = -memory.ctypes.data % _ALIGNMENT
+            memory = memory[offset : offset + num_bytes].view(self._dtype)
+            return LoadBuffer(memory=memory.reshape(self._shape))
+        if buffer.copied is not None:
+            buffer.copied.block_until_ready()
+        return buffer
+
+    def give_back(self, buffer: LoadBuffer, copied: jax.Array) -> None:
+        """Let a buffer be used again, once `copied` is there."""
+        buffer.copied = copied
+        with self._lock:
+            self._free.append(buffer)

@@ -18,12 +18,11 @@ from ..paged.tiers import DiskTier, HostTier, RemoteTier, Tier, TierStack, furth
 from ..pallas_kernels import NULL_BLOCK, gather_blocks, scatter_blocks
 from .config import EngineConfig
 from .layout import CacheLayout
-from .loads import Loaded
 from .program import Program
 from .programs import KVCache, bucket_for
 from .request import Request
 from .rows import seat_of
-from .staging import Staging
+from .staging import LoadBuffers, Loaded, Staging
 
 # What one transfer moves at most: enough to be worth a dispatch, little enough to lie about.
 _BATCH_BYTES = 1 << 26
@@ -63,6 +62,7 @@ class LowerTiers:
         )
         self._salt = b""
         self._staging = Staging.of(device)
+        self._buffers = LoadBuffers((self.batch_blocks, *self._block_shape), self._dtype)
         self._pack = Program("pack", pack, donate=(), settings=self._staging)
         self._unpack = Program("unpack", unpack, donate=(0,), settings=self._staging)
         self.programs = (self._pack, self._unpack)
@@ -138,7 +138,7 @@ class LowerTiers:
                 yield request, column, key
 
     def load(self, keys: Sequence[bytes], tokens: np.ndarray) -> Future[Loaded]:
-        """Read blocks for `put` and the tier that each comes from, as far as they are there.
+        """Read blocks for `put`, as far as they are there.
 
         Args:
             keys: of at most `batch_blocks` blocks that follow one another.
@@ -147,15 +147,15 @@ class LowerTiers:
         if not self._closed:
             return self._loader.submit(self._load, keys, tokens)
         nothing: Future[Loaded] = Future()
-        nothing.set_result((np.empty(0, self._dtype), []))
+        nothing.set_result(Loaded(blocks=None, count=0, buffer=None))
         return nothing
 
     def _load(self, keys: Sequence[bytes], tokens: np.ndarray) -> Loaded:
-        size = bucket_for(len(keys), self._sizes)
-        out = np.empty((size, self.stack.block_bytes), np.uint8)
-        sources = self.stack.load(keys, tokens, out)
-        blocks = out.view(self._dtype).reshape(size, *self._block_shape)
-        return self._staging.staged(blocks), sources
+        buffer = self._buffers.take()
+        blocks = buffer.memory[: bucket_for(len(keys), self._sizes)]
+        rows = blocks.reshape(len(blocks), -1).view(np.uint8)
+        count = len(self.stack.load(keys, tokens, rows))
+        return Loaded(blocks=self._staging.staged(blocks), count=count, buffer=buffer)
 
     def put(
         self,
@@ -163,15 +163,18 @@ class LowerTiers:
         block_ids: jax.Array,
         request: Request,
         first: int,
-        count: int,
-        blocks: np.ndarray | jax.Array,
+        loaded: Loaded,
     ) -> KVCache:
-        """The cache with the first `count` of `blocks: [n, L, K, B, ROW]` in a request's table.
+        """The cache with what was loaded in a request's table.
 
-        They go to the columns from `first` on, which must be the request's own.
+        It goes to the columns from `first` on, which must be the request's own.
         """
-        place = np.int32(seat_of(request)), np.int32(first), np.int32(count)
-        return self._unpack(len(blocks), kv_cache, block_ids, *place, blocks)
+        assert loaded.blocks is not None and loaded.buffer is not None
+        place = np.int32(seat_of(request)), np.int32(first), np.int32(loaded.count)
+        size = len(loaded.blocks)
+        kv_cache, copied = self._unpack(size, kv_cache, block_ids, *place, loaded.blocks)
+        self._buffers.give_back(loaded.buffer, copied)
+        return kv_cache
 
     def close(self) -> None:
         """Store what was saved, and stop all threads; afterwards nothing is saved or loaded."""
@@ -237,10 +240,14 @@ def unpack(
     first: jax.Array,
     count: jax.Array,
     blocks: jax.Array,
-) -> KVCache:
-    """Put the first `count` of `blocks: [n, L, K, B, ROW]` into a row's columns from `first` on."""
+) -> tuple[KVCache, jax.Array]:
+    """Put the first `count` of `blocks: [n, L, K, B, ROW]` into a row's columns from `first` on.
+
+    Returns the cache, and a number that is there when all has been copied.
+    """
     place = jnp.arange(blocks.shape[0], dtype=jnp.int32)
     column = jnp.minimum(first + place, block_ids.shape[1] - 1)
     ids = jnp.where(place < count, block_ids[seat, column], NULL_BLOCK)
     blocks = staging.into(blocks)
-    return tuple(scatter_blocks(layer, ids, blocks[:, i]) for i, layer in enumerate(kv_cache))
+    layers = enumerate(kv_cache)
+    return tuple(scatter_blocks(layer, ids, blocks[:, i]) for i, layer in layers), count + 0

@@ -176,10 +176,10 @@ def test_blocks_pass_through_page_locked_memory_where_a_device_has_it(
     )
 
     def loaded(*args):
-        blocks, sources = load(*args)
-        assert isinstance(blocks, jax.Array)
-        kinds.append(blocks.sharding.memory_kind)
-        return blocks, sources
+        own = load(*args)
+        assert isinstance(own.blocks, jax.Array)
+        kinds.append(own.blocks.sharding.memory_kind)
+        return own
 
     monkeypatch.setattr(found, "_load", loaded)
     one(engine, prompt(0))
@@ -191,6 +191,28 @@ def test_blocks_pass_through_page_locked_memory_where_a_device_has_it(
     assert set(kinds) == {"pinned_host"} and len(kinds) > 2
     assert engine._runner._kv_cache[0].sharding.memory_kind == here.memory_kind
     engine.close()
+
+
+def test_loads_use_the_same_memory_again(
+    engine: Engine, cold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = engine._runner.tiers
+    assert found is not None
+    one(engine, prompt(0))
+    used, num_loads = set(), 0
+    load = found._load
+
+    def counted(*args):
+        nonlocal num_loads
+        num_loads += 1
+        return load(*args)
+
+    monkeypatch.setattr(found, "_load", counted)
+    for _ in range(8):
+        evict(engine)
+        assert one(engine, prompt(0)).token_ids == cold(prompt(0)).token_ids
+        used |= {buffer.memory.ctypes.data for buffer in found._buffers._free}
+    assert num_loads >= 8 and 1 <= len(used) <= num_loads // 8 + 1
 
 
 def test_no_tier_serves_across_salts(engine: Engine) -> None:
