@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from ..cpu_kernels import num_threads, registered
 from .arguments import AttentionOptions
-from .xla import tables_in_use
 
 
 def paged_attention_numba(
@@ -35,8 +34,7 @@ def paged_attention_numba(
     name = registered("paged_attention")
     from .numba_decode import blocks_of_span
 
-    tables = tables_in_use(kv_cache, block_tables, context_lens)
-    (num_tokens, num_heads, head_size), (num_seqs, table_len) = q.shape, tables.shape
+    (num_tokens, num_heads, head_size), (num_seqs, table_len) = q.shape, block_tables.shape
     span_blocks = blocks_of_span(kv_cache.shape[2], table_len)
     slots = (num_seqs, -(-table_len // span_blocks), num_heads, head_size + 2)
     shapes = (q.shape, (num_tokens, num_heads), slots)
@@ -45,6 +43,6 @@ def paged_attention_numba(
     scale = jnp.full(1, options.scale, jnp.float32)
     numbers = [options.sliding_window or 0, span_blocks, num_threads()]
     numbers = jnp.array([*numbers, options.causal, options.batch_invariant], jnp.int32)
-    lists = (tables, context_lens, query_start)
+    lists = (block_tables, context_lens, query_start)
     out, lse, _ = call(q, kv_cache, *lists, scale, numbers)
     return out, lse

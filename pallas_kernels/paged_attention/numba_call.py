@@ -106,11 +106,10 @@ def _handler_of(digest: int):
 def register() -> str:
     """Make the custom call known to XLA; returns its name.
 
-    Its operands are `q [T, N, H]`, `kv_cache [P, K, B, ROW]`, `block_tables int32[S, M]` (ids in
-    use within `[0, P)`), `context_lens int32[S]`, `query_start int32[S+1]`, `scale float32[1]`,
-    `(window, blocks of a span, threads, is causal, is batch-invariant) int32[5]` (0 for no
-    window). Its results are `out [T, N, H]`, `lse [T, N]`, and `float32[S, spans, N, H + 2]` for
-    its notes.
+    Its operands are `q [T, N, H]`, `kv_cache [P, K, B, ROW]`, `block_tables int32[S, M]`,
+    `context_lens int32[S]`, `query_start int32[S+1]`, `scale float32[1]`, `(window, blocks of a
+    span, threads, is causal, is batch-invariant) int32[5]` (0 for no window). Its results are
+    `out [T, N, H]`, `lse [T, N]`, and `float32[S, spans, N, H + 2]` for its notes.
     """
     handler = _handler_of(source_digest())
     jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler.ctypes), platform="cpu")

@@ -42,8 +42,10 @@ from .numba_record import (
     H,
     K,
     N,
+    P,
     S,
     arrays_of,
+    block_of,
     queries_of,
     scale_of,
 )
@@ -73,11 +75,12 @@ def _attend_by(width: int, value_width: int):
     @compiled()
     def scores_of(kv, table, blocks, k, sizes, ahead, query, parts):
         """Parts of the scores of a KV head's queries, a line for each key, queries apart."""
-        num_kv_heads, group, block_size, row, head_size, part_bytes = sizes
+        num_kv_heads, group, block_size, row, head_size, part_bytes, pool = sizes
         none = splat(_ZERO, width)
         for b in range(blocks[0], blocks[1]):
-            key = kv + (np.int64(table[b]) * num_kv_heads + k) * block_size * row
-            fetched = kv + (_block_ahead(table, b, ahead) * num_kv_heads + k) * block_size * row
+            key = kv + (block_of(table, b, pool) * num_kv_heads + k) * block_size * row
+            following = _block_ahead(table, b, ahead, pool)
+            fetched = kv + (following * num_kv_heads + k) * block_size * row
             for _ in range(0, block_size, 4):
                 for i in range(0, 4 * row, _CACHE_LINE):
                     prefetch(fetched + i)
@@ -101,7 +104,7 @@ def _attend_by(width: int, value_width: int):
     @compiled()
     def add_values(kv, table, blocks, k, sizes, seen, shrink, weights, acc):
         """Add the values of the keys `seen[0]` to `seen[1]`, what was there before shrunk."""
-        num_kv_heads, _, block_size, row, head_size, _ = sizes
+        num_kv_heads, _, block_size, row, head_size, _, pool = sizes
         first_block = blocks[0] * block_size
         for h in range(0, 4 * head_size, 4 * value_width):
             even = load(acc + h, value_width) * splat(shrink, value_width)
@@ -109,7 +112,7 @@ def _attend_by(width: int, value_width: int):
             for b in range(blocks[0], blocks[1]):
                 before = b * block_size - first_block
                 begin, end = max(0, seen[0] - before), min(block_size, seen[1] - before)
-                value = kv + (np.int64(table[b]) * num_kv_heads + k) * block_size * row
+                value = kv + (block_of(table, b, pool) * num_kv_heads + k) * block_size * row
                 value += begin * row + 4 * head_size + h
                 weight = weights + 4 * (before + begin)
                 for _ in range((end - begin) // 2):
@@ -124,7 +127,7 @@ def _attend_by(width: int, value_width: int):
     @compiled()
     def attend(kv, table, begin, end, length, first, sizes, ahead, work):
         """The softmax of one sequence's query over the blocks `table[begin:end]`."""
-        num_kv_heads, group, block_size, _, head_size, part_bytes = sizes
+        num_kv_heads, group, block_size, _, head_size, part_bytes, _ = sizes
         query, parts, scores, acc, peak, total, own = work
         chunk = max(1, _CHUNK_TOKENS // block_size)
         for low in range(begin, end, chunk):
@@ -159,13 +162,15 @@ def _attend_by(width: int, value_width: int):
 
 
 @compiled()
-def _block_ahead(table, b, ahead):
+def _block_ahead(table, b, ahead, pool):
     """The block that is read some blocks after `table[b]`: of the sequence, or of the next one."""
     distance, end, following, begin, count = ahead
     if b + distance < end:
-        return np.int64(table[b + distance])
+        return block_of(table, b + distance, pool)
     later = b + distance - end
-    return np.int64(following[begin + later] if later < count else table[b])
+    if later < count:
+        return block_of(following, begin + later, pool)
+    return block_of(table, b, pool)
 
 
 _attend_narrow = _attend_by(4, 4)
@@ -223,7 +228,7 @@ def run_chunk(record, index, chunks):
     scores = parts + 4 * parts_size
     queries = scores + 4 * lines
     work = (queries, parts, scores, queries + 4 * query.size, peak, total, own)
-    sizes = (record[K], group, block_size, 4 * record[ROW], head_size, _LINE * lines)
+    sizes = (record[K], group, block_size, 4 * record[ROW], head_size, _LINE * lines, record[P])
 
     slots, span_blocks, before = _slots_of(record), record[SPAN_BLOCKS], 0
     low, high = record[COUNT] * index // chunks, record[COUNT] * (index + 1) // chunks

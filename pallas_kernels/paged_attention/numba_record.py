@@ -6,6 +6,7 @@ import numpy as np
 from numba import types
 from numba.np.numpy_support import carray
 
+from ..layout import NULL_BLOCK
 from ..xla_ffi import ARGS, DATA, RETS, pointer_to
 from ..xla_threads import OWN, buffer_of, compiled, shape_of
 
@@ -50,6 +51,16 @@ def queries_of(record, s):
     if not (0 <= begin < end <= record[T]) or length < 1 or length > record[M] * record[B]:
         return 0, 0, 0
     return begin, end - begin, length
+
+
+@compiled()
+def block_of(table, b, num_blocks):
+    """The block in column b; the null block in place of one that does not exist.
+
+    XLA would go through all tables in each layer, unused columns too.
+    """
+    block_id = np.int64(table[b])
+    return block_id if 0 <= block_id < num_blocks else NULL_BLOCK
 
 
 @compiled()

@@ -35,8 +35,10 @@ from .numba_record import (
     H,
     K,
     N,
+    P,
     S,
     arrays_of,
+    block_of,
     queries_of,
     scale_of,
 )
@@ -60,14 +62,14 @@ def _attend_to(width: int):
 
         What is to follow, up to block `last`, is fetched meanwhile.
         """
-        num_kv_heads, block_size, row_len, head_size = sizes
+        num_kv_heads, block_size, row_len, head_size, pool = sizes
         query, scores, acc, peak, total, low, high = tile
         row = 4 * row_len
         none = splat(_ZERO, width)
         place = scores
         for b in range(begin, end):
-            key = kv + (np.int64(table[b]) * num_kv_heads + k) * block_size * row
-            following = np.int64(table[min(b + end - begin, last)])
+            key = kv + (block_of(table, b, pool) * num_kv_heads + k) * block_size * row
+            following = block_of(table, min(b + end - begin, last), pool)
             fetched = kv + (following * num_kv_heads + k) * block_size * row
             for t in range(0, block_size, 4):
                 for i in range(0, 4 * row, _CACHE_LINE):
@@ -115,7 +117,7 @@ def _attend_to(width: int):
             a2, a3 = load(own + 2 * line, width) * shrink, load(own + 3 * line, width) * shrink
             place = scores
             for b in range(begin, end):
-                first = (np.int64(table[b]) * num_kv_heads + k) * block_size * row_len
+                first = (block_of(table, b, pool) * num_kv_heads + k) * block_size * row_len
                 value = kv + 4 * (first + head_size + h)
                 for _ in range(block_size):
                     weight = load(place, width)
@@ -261,7 +263,7 @@ def _run_tile(record, s, k, first, width, chunk_blocks, memory):
         high[i] = length - num_queries + row - start if record[IS_CAUSAL] else length - 1
         low[i] = max(0, high[i] - window + 1) if window > 0 else 0
 
-    sizes = (record[K], block_size, record[ROW], head_size)
+    sizes = (record[K], block_size, record[ROW], head_size, record[P])
     last_low, last_high = low[count - 1], high[count - 1]
     num_blocks = last_high // block_size + 1
     begin = low[0] // block_size // chunk_blocks * chunk_blocks

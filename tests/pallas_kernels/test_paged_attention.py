@@ -199,11 +199,12 @@ def test_products_of_some_of_a_tiles_queries() -> None:
 
 
 @pytest.mark.parametrize("implementation", FAST, ids=str)
+@pytest.mark.parametrize("case", ["decode-boundaries", "mixed"])
 @pytest.mark.parametrize("bad", [-1, 10**6])
 def test_an_id_outside_the_pool_never_reads_another_sequence(
-    bad: int, implementation: Implementation
+    bad: int, case: str, implementation: Implementation
 ) -> None:
-    problem = build(CASES["decode-boundaries"], platform=implementation.platform)
+    problem = build(CASES[case], platform=implementation.platform)
     q, cache, tables, lens, start = problem.args
     poisoned = cache.at[1:].set(jnp.nan)
     tables = jnp.full_like(tables, bad)
