@@ -189,4 +189,5 @@ NUMBA_MUTANTS = (
         "record[_ROWS] == 1 and count % GROUP == 0",
         "record[_ROWS] == 1",
     ),
+    linear("every tile has the first one's rows", "4 * rows[0] * inputs", "0 * inputs", "tiles"),
 )

@@ -2,8 +2,9 @@
 
 A weight lies in panels of as many outputs as a vector has numbers, so that it is read from one end
 to the other. Pieces of a panel, which the innermost cache holds, are unpacked if need be, and
-multiplied with all rows while what follows is fetched. Every number of the result is summed up
-input by input, and piece by piece, so its bits depend neither on the other rows nor on threads.
+multiplied with a tile of rows, which the next cache holds, while what follows is fetched. Every
+number of the result is summed up input by input, and piece by piece, so its bits depend neither on
+the other rows nor on threads.
 """
 
 from __future__ import annotations
@@ -42,15 +43,17 @@ _CACHE_LINE = 64
 _PIECE = 64
 # How far ahead what is read in one go is fetched.
 _AHEAD = 2 * _PIECE * _LINE
+# Of the rows that are multiplied with one panel after the other.
+_TILE_BYTES = 1 << 19
 # Below this a second thread costs more than it helps.
 _PART_BYTES = 1 << 16
-_ITEMS_PER_THREAD = 8
+_PARTS_PER_THREAD = 8
 _ZERO = np.float32(0)
 
-# Words of the record of a call: addresses, sizes, panels.
+# Words of the record of a call: addresses, sizes, rows of a tile, parts of all panels.
 _X, _WEIGHT, _SCALE, _OUT = range(OWN, OWN + 4)
-_ROWS, _INPUTS, _OUTPUTS, _GROUPS, _PANELS, _ITEMS = range(OWN + 4, OWN + 10)
-_RECORD_WORDS = OWN + 10
+_ROWS, _INPUTS, _OUTPUTS, _GROUPS, _PANELS, _TILE, _PARTS = range(OWN + 4, OWN + 11)
+_RECORD_WORDS = OWN + 11
 
 
 @compiled()
@@ -183,14 +186,19 @@ def _multiply_8(x, x_row, piece, out, out_row, is_first):
 
 
 @compiled()
-def _multiply_all(record, piece, begin, out):
-    """Add the products of all rows; with the first ones, fetch what `piece` says."""
-    rows, x_row, out_row = record[_ROWS], 4 * record[_INPUTS], 4 * record[_OUTPUTS]
-    x, m, is_first = record[_X] + 4 * begin, 0, begin == 0
-    again = (piece[0], piece[1], piece[0], 0)
+def _multiply_all(record, piece, begin, x, rows, out):
+    """Add the products of some rows, and fetch what `piece` says, a part with each eight."""
+    x_row, out_row = 4 * record[_INPUTS], 4 * record[_OUTPUTS]
+    m, is_first = 0, begin == 0
+    panel, count, ahead, ahead_row = piece
+    again = (panel, count, panel, 0)
+    if rows >= 16:
+        ahead_row //= rows // 8
     while m + 8 <= rows:
+        piece = (panel, count, ahead, ahead_row)
         _multiply_8(x + m * x_row, x_row, piece, out + m * out_row, out_row, is_first)
         piece = again
+        ahead += count * ahead_row
         m += 8
     if m + 4 <= rows:
         _multiply_4(x + m * x_row, x_row, piece, out + m * out_row, out_row, is_first)
@@ -204,23 +212,27 @@ def _multiply_all(record, piece, begin, out):
 
 @compiled()
 def _run_item(record, index):
-    """Compute the outputs of some panels."""
-    panels, items = record[_PANELS], record[_ITEMS]
+    """Compute a tile of rows of some panels' outputs."""
+    panels, parts = record[_PANELS], record[_PARTS]
+    tile, part = index // parts, index % parts
+    first = tile * record[_TILE]
+    rows = first, min(record[_TILE], record[_ROWS] - first)
     own = np.empty((_PIECE + GROUP) * _WIDTH + _CACHE_LINE // 4, np.float32)
-    for panel in range(panels * index // items, panels * (index + 1) // items):
-        _run_panel(record, panel, own)
+    for panel in range(panels * part // parts, panels * (part + 1) // parts):
+        _run_panel(record, panel, rows, own)
 
 
 @compiled()
-def _run_panel(record, panel, own):
-    """Compute the outputs of a panel, in memory that the caller keeps."""
+def _run_panel(record, panel, rows, own):
+    """Compute a panel's outputs for `(first, count)` rows, in memory that the caller keeps."""
     memory = own.ctypes.data + -own.ctypes.data % _CACHE_LINE
     inputs = record[_INPUTS]
-    first_out = record[_OUT] + panel * _LINE
+    first_x = record[_X] + 4 * rows[0] * inputs
+    first_out = record[_OUT] + 4 * rows[0] * record[_OUTPUTS] + panel * _LINE
     for begin in range(0, inputs, _PIECE):
         count = min(_PIECE, inputs - begin)
         if record[_GROUPS] > 0 and record[_ROWS] == 1 and count % GROUP == 0:
-            _multiply_words(record, panel, record[_X] + 4 * begin, begin, count, first_out)
+            _multiply_words(record, panel, first_x + 4 * begin, begin, count, first_out)
             continue
         elif record[_GROUPS] > 0:
             _unpack(record, memory, panel, begin, count)
@@ -228,7 +240,7 @@ def _run_panel(record, panel, own):
         else:
             source = record[_WEIGHT] + (panel * inputs + begin) * _LINE
             piece = (source, count, source + _AHEAD, _LINE)
-        _multiply_all(record, piece, begin, first_out)
+        _multiply_all(record, piece, begin, first_x + 4 * begin, rows[1], first_out)
 
 
 @compiled()
@@ -250,17 +262,21 @@ def _run(frame):
     """Serve a call; returns the address of XLA's error, 0 if there is none."""
     record = np.empty(_RECORD_WORDS, np.int64)
     num_threads = threads_of(frame, _fill_record(record, frame))
-    parts = record[_INPUTS] * record[_OUTPUTS] * (4 + record[_ROWS]) // _PART_BYTES
-    # Of products of many rows, panels are large enough to be items.
-    num_items = max(_ITEMS_PER_THREAD * num_threads, record[_PANELS] * record[_ROWS] // 128)
-    record[_ITEMS] = min(num_items, record[_PANELS])
-    helpers = min(num_threads, record[_ITEMS], 1 + parts) - 1
-    address, error = share_out(frame, record, record[_ITEMS], helpers, callback_of(_work))
+    shares = record[_INPUTS] * record[_OUTPUTS] * (4 + record[_ROWS]) // _PART_BYTES
+    most = max(_TILE_BYTES // (4 * record[_INPUTS]), 8)
+    tiles = (record[_ROWS] + most - 1) // most
+    # Of whole eights; items of one tile follow one another, so that it stays in the cache.
+    record[_TILE] = ((record[_ROWS] + tiles - 1) // tiles + 7) // 8 * 8
+    tiles = (record[_ROWS] + record[_TILE] - 1) // record[_TILE]
+    record[_PARTS] = min(_PARTS_PER_THREAD * num_threads, record[_PANELS])
+    num_items = tiles * record[_PARTS]
+    helpers = min(num_threads, num_items, 1 + shares) - 1
+    address, error = share_out(frame, record, num_items, helpers, callback_of(_work))
     if address != 0:
         _work(address)
     elif error == 0:
-        record[_ITEMS] = 1
-        _run_item(record, 0)
+        for index in range(num_items):
+            _run_item(record, index)
     return error
 
 

@@ -93,6 +93,16 @@ def test_batch_invariant_rows_have_the_bits_they_have_alone(
 
 
 @pytest.mark.parametrize("int8", [False, True], ids=["float32", "int8"])
+def test_more_rows_than_a_cache_holds_are_multiplied_in_tiles(int8: bool) -> None:
+    args, expected = problem(450, 600, 70, int8)
+    together = run(args, packed=True, implementation="numba")
+    np.testing.assert_allclose(together, expected, atol=2e-4, rtol=0)
+    for rows in (slice(0, 1), slice(140, 180), slice(300, 450)):
+        alone = run((args[0][rows], *args[1:]), packed=True, implementation="numba")
+        np.testing.assert_array_equal(alone, together[rows])
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["float32", "int8"])
 def test_no_bit_depends_on_the_number_of_threads(
     int8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
