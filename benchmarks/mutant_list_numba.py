@@ -152,7 +152,7 @@ NUMBA_MUTANTS = (
     ),
     tiles(
         "tiles of a head in each other's place",
-        "per_head - 1 - index % per_head",
+        "wide - 1 - index % wide",
         "index % 1",
         "prefill-over-tiles",
     ),

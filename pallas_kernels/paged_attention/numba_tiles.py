@@ -166,11 +166,14 @@ def run_tile(record, index):
         index -= own
         s += 1
         own = _tiles_of(record, s) * record[K]
-    per_head = _tiles_of(record, s)
-    # The last tile of a head sees most keys: threads that take it first are done together.
-    k, first = index // per_head, (per_head - 1 - index % per_head) * WIDEST
     rows = record[N] // record[K] * queries_of(record, s)[1]
-    width = WIDEST if rows - first > WIDEST // 2 else WIDEST // 2
+    wide = (rows + WIDEST // 2 - 1) // WIDEST
+    # A head's last wide tile takes longest, and a narrow one is done soon: threads that take them
+    # in this order are done together.
+    if index < wide * record[K]:
+        width, k, first = WIDEST, index // wide, (wide - 1 - index % wide) * WIDEST
+    else:
+        width, k, first = WIDEST // 2, index - wide * record[K], wide * WIDEST
     block_size = record[B]
     chunk_blocks = max(1, _CHUNK_TOKENS // block_size)
     padded = _padded(record[H])
