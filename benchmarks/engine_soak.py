@@ -4,8 +4,9 @@
 
 On a small model with random weights, in pools from one and a half requests to ample, under every
 scheduling policy: requests with shared and own prefixes, greedy and seeded, with penalties, of
-several tenants and adapters, of any priority; some are cancelled, some run out of time, and
-adapters are loaded anew under the same name. After every step that ends somebody, invariants; at
+several tenants and adapters, of any priority, several samples of one prompt and beam searches; some
+are cancelled, some run out of time, and adapters are loaded anew under the same name. After every
+step that ends somebody, invariants; at
 the end of each part, no block held and the memory as before; of every request, tokens as it gets
 alone without a cache (of one that was ended, the first of them), and no more setbacks than the
 scheduler promises. It ends with exit status 1 if anything was broken.
@@ -32,7 +33,7 @@ from flax import nnx
 
 from octavo.models import Llama, LlamaConfig, LoadedModel, LoraAdapter, load_model
 from octavo.models.lora import lora_shapes
-from octavo.serve import Engine, EngineConfig, NoAdapterSlot, SamplingParams
+from octavo.serve import BeamSearchParams, Engine, EngineConfig, NoAdapterSlot, SamplingParams
 
 MAX_LEN, SIZE, SEATS, SETBACKS = 256, 8, 8, 16
 REQUEST = MAX_LEN // SIZE  # blocks of the longest
@@ -47,7 +48,7 @@ class Kind:
     """A request that may be made."""
 
     prompt: tuple[int, ...]
-    params: SamplingParams
+    params: SamplingParams | BeamSearchParams
     salt: str
     adapter: str | None
     version: int  # of the adapter
@@ -97,14 +98,23 @@ def kinds(rng: random.Random) -> list[Kind]:
         stem = stems[i % len(stems)][: rng.randint(1, 150)] if rng.random() < 0.8 else []
         prompt = [*stem, *tokens(rng.randint(1, 40))]
         sampled = rng.random() < 0.4
-        params = SamplingParams(
+        params: SamplingParams | BeamSearchParams = SamplingParams(
             temperature=0.8 if sampled else 0.0,
             seed=rng.randrange(1000) if sampled else None,
             top_p=rng.choice([1.0, 0.9]) if sampled else 1.0,
             repetition_penalty=rng.choice([1.0, 1.0, 1.2]),
             max_tokens=rng.randint(1, MAX_LEN - len(prompt)) if i % 7 == 0 else rng.randint(1, 40),
+            n=3 if sampled and i % 4 == 0 else 1,
             ignore_eos=True,
         )
+        if i % 12 == 5:
+            del prompt[60:]
+            params = BeamSearchParams(
+                beam_width=3,
+                num_return_sequences=2,
+                max_tokens=rng.randint(1, 12),
+                ignore_eos=True,
+            )
         name = (None, *ADAPTERS)[i % 3]
         found.append(
             Kind(
@@ -124,7 +134,10 @@ def engine_for(loaded: LoadedModel, **settings) -> Engine:
     return Engine(loaded, EngineConfig(compilation_cache_dir="", **(sizes | settings)))
 
 
-def solo_tokens(loaded: LoadedModel, asked: list[Kind]) -> dict[Kind, tuple[int, ...]]:
+Answers = list[tuple[int, ...]]
+
+
+def solo_tokens(loaded: LoadedModel, asked: list[Kind]) -> dict[Kind, Answers]:
     """What each gets alone, without a cache."""
     engine = engine_for(loaded, num_blocks=2 * REQUEST, enable_prefix_caching=False)
     found = {}
@@ -133,8 +146,8 @@ def solo_tokens(loaded: LoadedModel, asked: list[Kind]) -> dict[Kind, tuple[int,
             engine.load_adapter(name, adapter(loaded.config, name, version))
         for kind in asked:
             if kind.version == version:
-                (answer,) = engine.generate(list(kind.prompt), kind.params, adapter=kind.adapter)
-                found[kind] = answer.token_ids
+                ids = engine.add_branches(list(kind.prompt), kind.params, adapter=kind.adapter)
+                found[kind] = [answer.token_ids for answer in engine.collect(ids)]
     return found
 
 
@@ -151,7 +164,7 @@ class Part:
             num_speculative_tokens=2,
         )
         self._versions: dict[str, int] = dict.fromkeys(ADAPTERS, 0)
-        self._live: dict[str, Kind] = {}
+        self._live: dict[str, tuple[Kind, int]] = {}  # and which of its answers
         self._tokens: dict[str, list[int]] = {}
         self.faults, self.seen = Counter(), Counter()
         self.most_setbacks = 0
@@ -169,27 +182,38 @@ class Part:
             self._versions[name] = version
             self.seen["adapters loaded anew"] += 1
 
-    def _add(self, kind: Kind) -> None:
-        timeout = self._rng.choice([None] * 9 + [self._rng.uniform(0.001, 0.3)])
-        request_id = self._engine.add_request(
+    def _add(self, kind: Kind) -> int:
+        """Ask for something; returns how many answers are to come."""
+        params, priority = kind.params, 0
+        if isinstance(params, SamplingParams):
+            if self._policy == "priority":
+                priority = self._rng.randrange(-2, 3)
+            timeout = self._rng.choice([None] * 9 + [self._rng.uniform(0.001, 0.3)])
+            params = replace(params, timeout_s=timeout)
+        ids = self._engine.add_branches(
             list(kind.prompt),
-            replace(kind.params, timeout_s=timeout),
+            params,
             cache_salt=kind.salt,
             adapter=kind.adapter,
-            priority=self._rng.randrange(-2, 3) if self._policy == "priority" else 0,
+            priority=priority,
         )
-        self._live[request_id], self._tokens[request_id] = kind, []
+        for i, request_id in enumerate(ids):
+            self._live[request_id], self._tokens[request_id] = (kind, i), []
+        self.seen["beam searches"] += isinstance(params, BeamSearchParams)
+        self.seen["prompts with several samples"] += (
+            isinstance(params, SamplingParams) and len(ids) > 1
+        )
+        return len(ids)
 
-    def run(self, asked: list[Kind], solo: dict[Kind, tuple[int, ...]], count: int) -> None:
-        """Make `count` requests and see them through."""
+    def run(self, asked: list[Kind], solo: dict[Kind, Answers], count: int) -> None:
+        """Make requests for `count` answers and see them through."""
         engine, rng = self._engine, self._rng
-        while count or self._live:
+        while count > 0 or self._live:
             if rng.random() < 0.02:
                 self._load_anew(rng.choice(ADAPTERS))
             mine = [k for k in asked if not k.adapter or k.version == self._versions[k.adapter]]
-            while count and len(self._live) < 3 * SEATS and rng.random() < 0.7:
-                self._add(rng.choice(mine))
-                count -= 1
+            while count > 0 and len(self._live) < 3 * SEATS and rng.random() < 0.7:
+                count -= self._add(rng.choice(mine))
             if self._live and rng.random() < 0.03:
                 request_id = rng.choice(list(self._live))
                 engine.cancel(request_id)
@@ -210,9 +234,9 @@ class Part:
         self.faults["blocks held at the end"] += stats.num_active_blocks
         self.faults["requests left"] += engine.num_unfinished
 
-    def _ended(self, request_id: str, reason: str, solo: dict[Kind, tuple[int, ...]]) -> None:
-        kind, tokens = self._live.pop(request_id), tuple(self._tokens.pop(request_id))
-        expected = solo[kind]
+    def _ended(self, request_id: str, reason: str, solo: dict[Kind, Answers]) -> None:
+        (kind, i), tokens = self._live.pop(request_id), tuple(self._tokens.pop(request_id))
+        expected = solo[kind][i]
         if reason in ("cancelled", "timeout"):
             expected = expected[: len(tokens)]
         self.seen[reason] += 1

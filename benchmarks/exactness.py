@@ -19,6 +19,7 @@ in a batch, as usual and with `deterministic=True`, where all must be.
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import itertools
 import json
@@ -30,6 +31,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from octavo.models import LoadedModel, load_model
@@ -222,6 +224,8 @@ def main() -> int:
         if cell in done:
             continue
         row, _ = run_cell(loaded, cell, prompts, args, expected)
+        jax.clear_caches()  # programs of all cells take more memory mappings than Linux allows
+        gc.collect()
         rows.append(row)
         write(rows, {})  # hours may follow
         print("| " + " | ".join(str(row[column]) for column in columns) + " |", flush=True)
