@@ -10,7 +10,7 @@ alone, on disk for an engine that has just started and with the system's cache o
 In every state the cold prompt is asked again as well, and must be answered with the same tokens.
 
 Predictions are the cost model's, calibrated in seconds as an engine does at its start, and then
-fitted to what lengths up to `FITTED` took, as an engine learns; longer ones are predicted before
+fitted to what shorter lengths took, as an engine learns; those above `FITTED` are predicted before
 they are measured. FLOP/s of a cold prefill are set beside the best product of a chunk's shape in
 the same minute. Exits with 1 if an answer differs or a target is missed.
 """
@@ -18,6 +18,7 @@ the same minute. Exits with 1 if an answer differs or a target is missed.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -53,7 +54,7 @@ from octavo.serve import Engine, EngineConfig, SamplingParams
 from octavo.serve.model_shape import shape_of
 
 NEW, ANSWER, BLOCK = 32, 8, 16
-FITTED = 4096  # the longest that predictions of longer ones learn from
+FITTED = 4096  # up to this, lengths only teach
 MODES = ("hit", "host", "disk", "remote")
 # What the longest length must come to: share of a cold prefill's time, error of a prediction, and
 # a cold prefill's share of the FLOP/s of products.
@@ -244,14 +245,14 @@ def learned(costs: CostModel, rows: list[dict[str, Any]], modes: list[str]) -> C
     own = min(costs.hardware.dispatch_seconds, least / 2)
     costs = replace(costs, hardware=replace(costs.hardware, dispatch_seconds=own))
     costs = fit_prefill(costs, misses)
-    first, last = rows[0], rows[-1]
     for tier in set(modes) - {"hit"}:
-        seconds = [row["seconds"][tier] - row["seconds"]["hit"] for row in (first, last)]
-        more = seconds[1] - seconds[0]
-        if more > 0:  # what each restore takes beside its bytes hardly counts for long ones
-            costs = fit_restore(costs, tier, last["length"] - first["length"], more)
-        elif seconds[1] > 0:
-            costs = fit_restore(costs, tier, last["length"], seconds[1])
+        points = [(r["length"], r["seconds"][tier] - r["seconds"]["hit"]) for r in rows]
+        # Theil and Sen's slope, which one slow restore does not tilt; what each takes beside its
+        # bytes hardly counts for long ones.
+        pairs = itertools.combinations(points, 2)
+        slope = float(np.median([(t - s) / (n - m) for (m, s), (n, t) in pairs]))
+        if slope > 0:
+            costs = fit_restore(costs, tier, 1, slope)
     return costs
 
 
@@ -370,8 +371,7 @@ def main() -> int:
             }
             row["predicted"] = predicted
             rows.append(row)
-            if length <= FITTED:
-                costs = learned(costs, rows, modes)
+            costs = learned(costs, rows, modes)
             print(table(rows, modes).splitlines()[-1], flush=True)
             length *= 2
         bench.engine.close()

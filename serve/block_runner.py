@@ -6,6 +6,7 @@ flags that it must act on.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -56,7 +57,9 @@ class BlockRunner:
         self._num_rows = 2 * config.max_num_seqs
         # One compilation for all the arrays in place of one for each.
         self._state, self._tables, (self._history, self._params) = jax.jit(self._init)()
-        self.spare_rows = SpareRows(range(config.max_num_seqs, self._num_rows), self.release_seat)
+        own = weakref.proxy(self)  # no cycle: the cache is to go with its last user
+        rows = range(config.max_num_seqs, self._num_rows)
+        self.spare_rows = SpareRows(rows, lambda row: own.release_seat(row))
         most = -(-config.max_decode_steps // config.block_size) + 1
         self._admit = Program("admit", block_programs.admit, donate=(0, 1, 2, 3))
         self._fork = Program("fork", block_programs.fork, donate=(0, 1, 2, 3))

@@ -10,6 +10,7 @@ when they must wait again.
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -93,14 +94,16 @@ class Engine(RequestControl, Lifecycle, AdapterControl):
             count=self._count,
             choice=choice,
         )
+        # Without a cycle: an engine that is let go of gives back its memory at once.
+        own = weakref.proxy(self)
         self._beams = BeamSearches(
             runner,
             intake,
             config,
             restores=self._restores,
             count=self._count,
-            text_fn=lambda tokens: self.loaded.tokenizer.decode(tokens),
-            preempt_fn=self._preempt_younger,
+            text_fn=lambda tokens: own.loaded.tokenizer.decode(tokens),
+            preempt_fn=lambda number: own._preempt_younger(number),
         )
 
     @classmethod

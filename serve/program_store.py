@@ -89,6 +89,10 @@ class ProgramStore:
             body = zlib.compress(pickle.dumps((executable, results)), level=1)
             self._make_folder()
             _write(path, hashlib.sha256(body).digest() + body)
+        except jax.errors.JaxRuntimeError as error:
+            # JAX has returned what an equal program has been compiled to in this process, and what
+            # has run cannot be kept any more. Nobody need do anything about it.
+            _logger.info("the program %r is not kept: %s", name, error)
         except Exception as error:
             _logger.warning("the program %r is not kept: %s", name, error)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -11,7 +13,7 @@ import pytest
 from flax import nnx
 
 from octavo.models import Llama, LoadedModel
-from octavo.serve import Engine, EngineBusy, EngineDraining, SamplingParams
+from octavo.serve import BeamSearchParams, Engine, EngineBusy, EngineDraining, SamplingParams
 
 from .tiny import tiny_engine
 
@@ -174,3 +176,21 @@ def test_a_snapshot_of_another_engine_or_of_other_weights_is_refused(
     engine.load_weights(tiny)
     with pytest.raises(ValueError, match="before other weights"):
         engine.restore_cache(snapshot)
+
+
+@pytest.mark.parametrize("tiers", [{}, {"host_cache_gib": 0.001}])
+def test_an_engine_that_is_let_go_of_gives_back_its_memory_at_once(
+    tiny: LoadedModel, tiers: dict[str, float]
+) -> None:
+    engine = tiny_engine(tiny, **tiers)
+    engine.beam_search(PROMPT, BeamSearchParams(beam_width=2, max_tokens=2))
+    engine.generate(PROMPT, GREEDY)
+    engine.close()
+    seen = weakref.ref(engine), weakref.ref(engine._runner)
+    gc.collect()
+    gc.disable()
+    try:
+        del engine
+        assert [own() for own in seen] == [None, None]
+    finally:
+        gc.enable()
