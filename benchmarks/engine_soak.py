@@ -4,12 +4,12 @@
 
 On a small model with random weights, in pools from one and a half requests to ample, under every
 scheduling policy: requests with shared and own prefixes, greedy and seeded, with penalties, of
-several tenants and adapters, of any priority, several samples of one prompt and beam searches; some
-are cancelled, some run out of time, and adapters are loaded anew under the same name. After every
-step that ends somebody, invariants; at
-the end of each part, no block held and the memory as before; of every request, tokens as it gets
-alone without a cache (of one that was ended, the first of them), and no more setbacks than the
-scheduler promises. It ends with exit status 1 if anything was broken.
+several tenants and adapters, of any priority, several samples of one prompt and beam searches;
+some are cancelled, some run out of time, and adapters are loaded anew under the same name. Every so
+often and at the end of each part, invariants; at the end of each part, no block held and the memory
+as before; of every request, tokens as it gets alone without a cache (of one that was ended, the
+first of them), and no more setbacks than the scheduler promises. It ends with exit status 1 if
+anything was broken.
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ def main() -> int:
     rows = list(known.get("cells", ()))
     done = [{name: row[name] for name in SETTINGS} for row in rows]
     for row in rows:
-        print("| " + " | ".join(str(row[column]) for column in columns) + " |", flush=True)
+        print("| " + " | ".join(str(row.get(column)) for column in columns) + " |", flush=True)
     for cell in cells(only):
         if cell in done:
             continue

@@ -69,7 +69,7 @@ class HostTier:
         """See `Tier`: it always knows."""
 
     def read(self, keys: Sequence[bytes], tokens: np.ndarray, out: np.ndarray) -> int:
-        """See `Tier`; all in one copy, which other threads need not wait for."""
+        """See `Tier`; all in one copy."""
         with self._lock:
             slots: list[int] = []
             for key in keys:

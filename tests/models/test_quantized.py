@@ -141,7 +141,11 @@ def test_a_packed_model_is_the_same_model(tied: bool, quantization: str | None) 
             assert isinstance(before, PackedParameter)
             assert value.weight.panels is before.weight.panels
     tokens = jnp.arange(40)
-    np.testing.assert_allclose(logits_of(packed, tokens), logits_of(plain, tokens), atol=1e-6)
+    # XLA sums up a head that has its outputs first in another order; int8 ones never do.
+    atol = 0 if quantization else 1e-6
+    np.testing.assert_allclose(
+        logits_of(packed, tokens), logits_of(plain, tokens), rtol=0, atol=atol
+    )
     hidden = jnp.asarray(weight_of(5, CONFIG.hidden_size))
     np.testing.assert_allclose(packed.logits(hidden), plain.logits(hidden), atol=1e-5)
 
