@@ -6,7 +6,8 @@
 The settings: prefix caching on and off, each request alone and sixteen at once, chunks of 64 and
 512 tokens, a pool with room for all and one that forces preemption (alone: eviction), cascade
 attention on and off, speculation on and off. Prompts are real text of 1 to `--longest` tokens,
-as many short as long ones by ratio, every third with a common beginning. A table with a line for
+as many short as long ones by ratio, every third with a common beginning. Where blocks are short,
+answers are four times as long, so that they take blocks from one another. A table with a line for
 each setting counts the tokens that differ; the exit status is 1 if any does. There are
 48 settings, each of which answers all prompts: `--prompts` and `--only` make it shorter. What
 stands in `--json` of the same code, prompts and versions is not computed again.
@@ -39,6 +40,7 @@ from octavo.serve import Completion, Engine, EngineConfig, SamplingParams
 
 ROOT = Path(__file__).parents[1]
 BATCH = 16
+LONGER = 4  # answers where they are to take blocks from one another
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "cache": ("on", "off"),
     "company": ("alone", BATCH),
@@ -76,16 +78,21 @@ def cells(only: dict[str, str]) -> Iterator[dict[str, Any]]:
             yield cell
 
 
-def engine_for(loaded: LoadedModel, cell: dict[str, Any], longest: int, tokens: int) -> Engine:
+def tokens_of(cell: dict[str, Any], tokens: int) -> int:
+    """How long the answers of a cell are."""
+    return tokens * (LONGER if cell["pool"] == "tight" and cell["company"] == BATCH else 1)
+
+
+def engine_for(loaded: LoadedModel, cell: dict[str, Any], max_model_len: int) -> Engine:
     """An engine with the settings of a cell."""
-    most = -(-(longest + tokens) // 16)
+    most = -(-max_model_len // 16)
     # Tight: the longest and half as much again.
     num_blocks = 1 + (BATCH * most if cell["pool"] == "ample" else most * 3 // 2)
     return Engine(
         loaded,
         EngineConfig(
             num_blocks=num_blocks,
-            max_model_len=longest + tokens,
+            max_model_len=max_model_len,
             max_num_seqs=BATCH,
             max_num_batched_tokens=cell["chunk"],
             enable_prefix_caching=cell["cache"] == "on",
@@ -110,16 +117,20 @@ def run_cell(
     args: argparse.Namespace,
     expected: Sequence[tuple[int, ...]] | None,
 ) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
-    """(what was seen, the tokens) of one setting."""
-    engine = engine_for(loaded, cell, args.longest, args.tokens)
+    """(what was seen, the tokens) of one setting; the baseline's answers are the longest."""
+    most = args.tokens * LONGER
+    engine = engine_for(loaded, cell, args.longest + most)
     begin = time.perf_counter()
-    got = answers(engine, cell["company"], prompts, args.tokens)
+    got = answers(
+        engine, cell["company"], prompts, most if expected is None else tokens_of(cell, args.tokens)
+    )
     seconds = time.perf_counter() - begin
     engine.check_invariants()
     stats = engine.stats()
     tokens = [answer.token_ids for answer in got]
-    differ = [a != b for a, b in zip(tokens, expected or tokens, strict=True)]
-    pairs = zip(itertools.chain(*tokens), itertools.chain(*(expected or tokens)), strict=True)
+    wanted = [b[: len(a)] for a, b in zip(tokens, expected or tokens, strict=True)]
+    differ = [a != b for a, b in zip(tokens, wanted, strict=True)]
+    pairs = zip(itertools.chain(*tokens), itertools.chain(*wanted), strict=True)
     row = cell | {
         "tokens": sum(map(len, tokens)),
         "differing_tokens": sum(a != b for a, b in pairs),
@@ -197,7 +208,7 @@ def main() -> int:
     lengths = sorted(map(len, prompts))
     print(
         f"{len(prompts)} prompts of {lengths[0]} to {lengths[-1]} tokens, {sum(lengths)} in all;"
-        f" {args.tokens} tokens each",
+        f" {args.tokens} tokens each, {LONGER} times that where blocks are short",
         flush=True,
     )
     about = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax")}

@@ -19,19 +19,13 @@ from ..paged import PagedBatch, cached_attention
 from ..pallas_kernels import cpu_kernels, linear
 from .config import LlamaConfig
 from .lora import LayerLora, LoraBatch, LoraStack, add_lora
+from .norm import rms_norm
 from .packed import PackedParameter, pack_parameter
 from .quantized import QuantizedWeight, check_quantization, quantize_parameter
 from .rope import apply_rope, rope_angles
 
 KVCache = tuple[jax.Array, ...]
 _init = nnx.initializers.normal(0.02)
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square norm over the last axis, in float32 (arXiv:1910.07467)."""
-    x32 = x.astype(jnp.float32)
-    scaled = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return scaled.astype(x.dtype) * weight
 
 
 class LlamaLayer(nnx.Module):
@@ -89,14 +83,14 @@ class LlamaLayer(nnx.Module):
         lora: LayerLora | None,
     ) -> tuple[jax.Array, jax.Array | None]:
         config = self.config
-        normed = rms_norm(x, self.attn_norm[...], config.rms_norm_eps)
         invariant = batch is not None and batch.batch_invariant
+        norm = partial(rms_norm, eps=config.rms_norm_eps, batch_invariant=invariant)
+        normed = norm(x, self.attn_norm[...])
         qkv = _linear(normed, self.qkv.get_value(), self.qkv_bias, batch)
         q = qkv[:, :, :-2].reshape(x.shape[0], config.num_heads, config.head_size)
         q, k, v = add_lora(lora, "qkv", normed, (q, qkv[:, :, -2], qkv[:, :, -1]), invariant)
         if self.q_norm is not None and self.k_norm is not None:
-            q = rms_norm(q, self.q_norm[...], config.rms_norm_eps)
-            k = rms_norm(k, self.k_norm[...], config.rms_norm_eps)
+            q, k = norm(q, self.q_norm[...]), norm(k, self.k_norm[...])
         q, k = apply_rope(q, *angles), apply_rope(k, *angles)
         window = config.sliding_window
         if kv_cache is None or batch is None:
@@ -111,7 +105,8 @@ class LlamaLayer(nnx.Module):
 
     def _mlp(self, x: jax.Array, batch: PagedBatch | None, lora: LayerLora | None) -> jax.Array:
         invariant = batch is not None and batch.batch_invariant
-        normed = rms_norm(x, self.mlp_norm[...], self.config.rms_norm_eps)
+        eps = self.config.rms_norm_eps
+        normed = rms_norm(x, self.mlp_norm[...], eps, batch_invariant=invariant)
         gate_up = _linear(normed, self.gate_up.get_value(), self.gate_up_bias, batch)
         gate, up = add_lora(lora, "gate_up", normed, (gate_up[:, 0], gate_up[:, 1]), invariant)
         hidden = jax.nn.silu(gate) * up
@@ -214,7 +209,8 @@ class Llama(nnx.Module):
         return self._logits(x, batch_invariant, None)
 
     def _logits(self, x: jax.Array, batch_invariant: bool, implementation: str | None) -> jax.Array:
-        x = rms_norm(x, self.norm[...], self.config.rms_norm_eps)
+        eps = self.config.rms_norm_eps
+        x = rms_norm(x, self.norm[...], eps, batch_invariant=batch_invariant)
         head = (self.embed if self.head is None else self.head).get_value()
         product = partial(linear, batch_invariant=batch_invariant, implementation=implementation)
         if isinstance(head, PackedParameter):

@@ -21,10 +21,12 @@ from octavo.pallas_kernels import cache_shape, init_kv_cache
 from octavo.serve import Engine, EngineConfig, Logprob
 
 
-def tiny_model(smollm2: LoadedModel, *, max_context_len: int = 512) -> LoadedModel:
+def tiny_model(
+    smollm2: LoadedModel, *, max_context_len: int = 512, hidden_size: int = 48
+) -> LoadedModel:
     config = LlamaConfig(
         vocab_size=smollm2.config.vocab_size,
-        hidden_size=48,
+        hidden_size=hidden_size,
         intermediate_size=64,
         num_layers=2,
         num_heads=4,
