@@ -7,7 +7,7 @@ from importlib import import_module, metadata
 
 from .chips import current_platform
 
-_OPS = ("paged_attention", "linear")
+_OPS = ("paged_attention", "linear", "gather_blocks")
 
 
 def cpu_kernels() -> str | None:

@@ -7,7 +7,7 @@ flags that it must act on.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -233,37 +233,45 @@ class BlockRunner:
         Of `tails`, the last block as well if it has tokens, so that others can go on from there.
         """
         size = self._config.block_size
-        entries = [
-            (request, column, size)
-            for request in requests
-            for column in range(request.num_published, request.num_computed // size)
-        ]
-        entries += [
-            (request, *divmod(request.num_computed, size))
-            for request in tails
-            if request.num_computed % size
-        ]
+        runs = [(r, r.num_published * size, r.num_computed // size * size) for r in requests]
+        spans = runs + [(r, r.num_computed // size * size, r.num_computed) for r in tails]
         # Those of one request side by side.
-        entries.sort(key=lambda entry: seat_of(entry[0]))
-        most = self._publish_sizes[-1]
-        for first in range(0, len(entries), most):
-            part = entries[first : first + most]
-            num_rows = bucket_for(len(part), self._publish_sizes)
-            filled = self._no_filled_blocks(num_rows)
-            for i, (request, c, count) in enumerate(part):
-                filled.seat[i], filled.column[i] = seat_of(request), c
-                filled.num_tokens[i], filled.namespace[i] = count, request.namespace
-                filled.tokens[i, :count] = request.tokens[c * size : c * size + count]
+        spans.sort(key=lambda span: seat_of(span[0]))
+        for filled, count in self._filled_blocks(spans):
+            num_rows = len(filled.seat)
             self._state, self._tables, ok = self._publish(
-                num_rows, self._state, self._tables, filled, np.int32(len(part))
+                num_rows, self._state, self._tables, filled, np.int32(count)
             )
             if not bool(ok):
                 raise paged.InvariantViolation("blocks that have just been filled were refused")
         if self.tiers is not None:
-            full = [(request, column) for request, column, count in entries if count == size]
+            full = [(r, first // size, end // size) for r, first, end in runs]
             self.tiers.save(self._kv_cache, self._tables.block_ids, full)
         for request in requests:
             request.num_published = max(request.num_published, request.num_computed // size)
+
+    def _filled_blocks(
+        self, spans: Sequence[tuple[Request, int, int]]
+    ) -> Iterator[tuple[paged.FilledBlocks, int]]:
+        """The blocks of (request, first token, end), as many at a time as `publish` takes."""
+        size, most = self._config.block_size, self._publish_sizes[-1]
+        lens = [-(-(end - first) // size) for _, first, end in spans]
+        total = sum(lens)
+        num_rows = total // most * most + bucket_for(total % most, self._publish_sizes)
+        filled = self._no_filled_blocks(num_rows)
+        place = 0
+        for (request, first, end), length in zip(spans, lens, strict=True):
+            rows = slice(place, place + length)
+            place += length
+            filled.seat[rows], filled.namespace[rows] = seat_of(request), request.namespace
+            filled.column[rows] = np.arange(length) + first // size
+            filled.num_tokens[rows] = size
+            if (end - first) % size:
+                filled.num_tokens[place - 1] = (end - first) % size
+            filled.tokens[rows].reshape(-1)[: end - first] = request.tokens[first:end]
+        for start in range(0, total, most):
+            part = jax.tree.map(lambda x, start=start: x[start : start + most], filled)
+            yield part, min(total - start, most)
 
     def put_blocks(self, request: Request, first: int, loaded: Loaded) -> None:
         """Overwrite a request's own blocks from column `first` on; see `LowerTiers.put`."""

@@ -114,9 +114,12 @@ class Intake:
                 f"{self._layout.max_model_len} with at least one to generate",
                 param="prompt",
             )
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int | np.integer):
-                raise InvalidRequest(f"token {token!r} must be an integer", param="prompt")
+        # By kinds and extremes: a long prompt that hits has nothing else to wait for.
+        kinds = set(map(type, ids))
+        if bool in kinds or not all(issubclass(kind, int | np.integer) for kind in kinds):
+            token = next(t for t in ids if type(t) is bool or not isinstance(t, int | np.integer))
+            raise InvalidRequest(f"token {token!r} must be an integer", param="prompt")
+        for token in (min(ids), max(ids)):
             if not 0 <= token < vocab:
                 raise InvalidRequest(
                     f"token id {token} is outside the vocabulary [0, {vocab})", param="prompt"

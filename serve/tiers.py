@@ -104,16 +104,17 @@ class LowerTiers:
         return (first + held) * size - num_cached if held else 0
 
     def save(
-        self, kv_cache: KVCache, block_ids: jax.Array, blocks: Sequence[tuple[Request, int]]
+        self, kv_cache: KVCache, block_ids: jax.Array, runs: Sequence[tuple[Request, int, int]]
     ) -> None:
-        """Store each full block (request, column) that a tier lacks; nobody waits for it.
+        """Store each of some full blocks that a tier lacks; nobody waits for it.
 
         Args:
             kv_cache: where they are.
             block_ids: `int32[S, M]`, the tables.
-            blocks: computed, or about to be by what is dispatched.
+            runs: (request, first column, end) of blocks that are computed, or about to be by what
+                is dispatched.
         """
-        missing = list(self._missing(blocks))
+        missing = list(self._missing(runs))
         for start in range(0, len(missing), self.batch_blocks):
             part = missing[start : start + self.batch_blocks]
             size = bucket_for(len(part), self._sizes)
@@ -128,14 +129,16 @@ class LowerTiers:
             self.stack.save([key for *_, key in part], tokens, packed)
 
     def _missing(
-        self, blocks: Sequence[tuple[Request, int]]
+        self, runs: Sequence[tuple[Request, int, int]]
     ) -> Iterator[tuple[Request, int, bytes]]:
         seen = set()
-        for request, column in blocks:
-            key = self.keys_of(request, column + 1)[column]
-            if key not in seen and self.stack.is_missing(key):
-                seen.add(key)
-                yield request, column, key
+        for request, first, end in runs:
+            keys = self.keys_of(request, end)[first:end]
+            missing = self.stack.missing(keys)
+            for column, key in enumerate(keys, first) if missing else ():
+                if key in missing and key not in seen:
+                    seen.add(key)
+                    yield request, column, key
 
     def load(self, keys: Sequence[bytes], tokens: np.ndarray) -> Future[Loaded]:
         """Read blocks for `put`, as far as they are there.
@@ -250,4 +253,5 @@ def unpack(
     ids = jnp.where(place < count, block_ids[seat, column], NULL_BLOCK)
     blocks = staging.into(blocks)
     layers = enumerate(kv_cache)
-    return tuple(scatter_blocks(layer, ids, blocks[:, i]) for i, layer in layers), count + 0
+    kv_cache = tuple(scatter_blocks(layer, ids, blocks, layer=i) for i, layer in layers)
+    return kv_cache, count + 0

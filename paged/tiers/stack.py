@@ -55,9 +55,11 @@ class TierStack:
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def is_missing(self, key: bytes) -> bool:
-        """Whether a tier lacks a block, and it is not on its way."""
-        return key not in self._coming and any(key not in tier for tier in self.tiers)
+    def missing(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Which blocks a tier lacks, and are not on their way."""
+        # In this order: what has come is stored before it is no longer coming.
+        others = [key for key in keys if key not in self._coming]
+        return {key for tier in self.tiers for key in others if key not in tier}
 
     def num_held(self, keys: Sequence[bytes]) -> int:
         """How many of a sequence's blocks, from its first, are in some tier."""

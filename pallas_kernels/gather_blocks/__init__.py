@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 
 from ..chips import require_chip
-from ..dispatch import MOSAIC_GPU, MOSAIC_TPU, REFERENCE, XLA, Op
+from ..dispatch import MOSAIC_GPU, MOSAIC_TPU, NUMBA, REFERENCE, XLA, Op
 from ..layout import NULL_BLOCK, check_index_dtype, debug_check_block_ids, safe_block_ids
+from .numba import scatter_blocks_numba
 from .reference import gather_blocks_reference, scatter_blocks_reference
 from .targets import distinct_targets
 from .xla import gather_blocks_xla, scatter_blocks_xla
@@ -50,13 +53,23 @@ _GATHER = Op(
         MOSAIC_TPU: _gather_mosaic_tpu,
     },
 )
+
+
+def _of_layer(
+    scatter: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+) -> Callable[[jax.Array, jax.Array, jax.Array, int], jax.Array]:
+    """One that takes a layer's blocks, for blocks of several layers."""
+    return lambda kv_cache, block_ids, blocks, layer: scatter(kv_cache, block_ids, blocks[:, layer])
+
+
 _SCATTER = Op(
     name="scatter_blocks",
     implementations={
-        REFERENCE: scatter_blocks_reference,
-        XLA: scatter_blocks_xla,
-        MOSAIC_GPU: _scatter_mosaic_gpu,
-        MOSAIC_TPU: _scatter_mosaic_tpu,
+        REFERENCE: _of_layer(scatter_blocks_reference),
+        XLA: _of_layer(scatter_blocks_xla),
+        NUMBA: scatter_blocks_numba,
+        MOSAIC_GPU: _of_layer(_scatter_mosaic_gpu),
+        MOSAIC_TPU: _of_layer(_scatter_mosaic_tpu),
     },
 )
 
@@ -93,6 +106,7 @@ def scatter_blocks(
     block_ids: jax.Array,
     blocks: jax.Array,
     *,
+    layer: int | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Put packed blocks into the cache: the inverse of `gather_blocks`.
@@ -103,20 +117,25 @@ def scatter_blocks(
     Args:
         kv_cache: `[P, K, B, ROW]`, donated by callers that want no copy of the cache.
         block_ids: `int32[n]`.
-        blocks: `[n, K, B, ROW]` of the cache's dtype.
-        implementation: None picks by platform; "mosaic_gpu", "mosaic_tpu", "xla" or
-            "reference". A named one never falls back.
+        blocks: `[n, K, B, ROW]` of the cache's dtype, or `[n, L, K, B, ROW]` with `layer`.
+        layer: which layer's of the blocks, in `[0, L)`.
+        implementation: None picks by platform; "numba" (CPUs), "mosaic_gpu", "mosaic_tpu", "xla"
+            or "reference". A named one never falls back.
 
     Returns:
         The cache, `[P, K, B, ROW]`.
 
     Raises:
         ValueError: the cache is not `[P, K, B, ROW]`, `block_ids` is not `int32[n]`, or `blocks`
-            has not the shape and dtype of that many blocks.
+            has not the shape and dtype of that many blocks, or no such layer.
         NotImplementedError: the named implementation cannot serve this call.
     """
     _check(kv_cache, block_ids)
-    shape = (*block_ids.shape, *kv_cache.shape[1:])
+    if layer is None:
+        layer, blocks = 0, blocks[:, None]
+    elif blocks.ndim != 5 or not 0 <= layer < blocks.shape[1]:
+        raise ValueError(f"{blocks.shape=} must be [n, L, K, B, ROW] with {layer=} in [0, L)")
+    shape = (*block_ids.shape, *blocks.shape[1:2], *kv_cache.shape[1:])
     if blocks.shape != shape or blocks.dtype != kv_cache.dtype:
         raise ValueError(
             f"blocks is {blocks.dtype}{list(blocks.shape)}, expected {kv_cache.dtype}{list(shape)}"
@@ -124,7 +143,7 @@ def scatter_blocks(
     if block_ids.shape[0] == 0:
         return kv_cache
     return _SCATTER(
-        implementation, kv_cache, distinct_targets(block_ids, kv_cache.shape[0]), blocks
+        implementation, kv_cache, distinct_targets(block_ids, kv_cache.shape[0]), blocks, layer
     )
 
 

@@ -53,7 +53,7 @@ class RealTiers:
         assert len(self.stack.load([key(block) for block in blocks], asked, out)) == len(blocks)
 
     def save(self, blocks: list[int]) -> None:
-        missing = [block for block in blocks if self.stack.is_missing(key(block))]
+        missing = [block for block in blocks if self.stack.missing([key(block)])]
         if missing:
             packed = np.stack([payload(block) for block in missing])
             self.stack.save(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from octavo.pallas_kernels import (
 from .implementations import (
     H200,
     JAX_VERSION,
+    NUMBA,
     REFERENCE,
     V6E,
     V6E_RACES,
@@ -122,6 +124,20 @@ def test_gathered_and_scattered_blocks_are_the_cache_s(
     same_bits(run(implementation, scatter_blocks, cache, ids(*where), new), want)
 
 
+@pytest.mark.parametrize("implementation", [XLA, NUMBA, V6E], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_layer_of_packed_blocks_is_scattered(implementation: Implementation, dtype: str) -> None:
+    cache, where = cache_of(900, dtype), [*PACKED["several"], *range(40, 800, 2)]
+    packed = jnp.stack([cache_of(len(where) + i, dtype)[i:] for i in range(3)], axis=1)
+    for layer in (0, 2):
+        want = np.asarray(cache).copy()
+        for i, block in zip(where, np.asarray(packed[:, layer]), strict=True):
+            if 0 < i < len(want):
+                want[i] = block
+        scatter = partial(scatter_blocks, layer=layer)
+        same_bits(run(implementation, scatter, cache, ids(*where), packed), want)
+
+
 @pytest.mark.parametrize("implementation", [REFERENCE, XLA, V6E], ids=str)
 def test_no_blocks_are_no_work(implementation: Implementation) -> None:
     cache, none = cache_of(), ids()
@@ -183,9 +199,18 @@ def test_gather_and_scatter_name_bad_arguments() -> None:
         scatter_blocks(cache, ids(1), cache[:2])
     with pytest.raises(ValueError, match="blocks is bfloat16"):
         scatter_blocks(cache, ids(1), cache[:1].astype(jnp.bfloat16))
+    for layer in (-1, 1):
+        with pytest.raises(ValueError, match=rf"with layer={layer} in \[0, L\)"):
+            scatter_blocks(cache, ids(1), cache[:1, None], layer=layer)
+    with pytest.raises(ValueError, match="must be"):
+        scatter_blocks(cache, ids(1), cache[:1], layer=0)
 
 
 def test_a_kernel_says_what_blocks_it_cannot_move() -> None:
+    odd = jnp.zeros((5, 1, 1, 12), jnp.int8)
+    with pytest.raises(NotImplementedError, match="multiple of 8 bytes"):
+        run(NUMBA, scatter_blocks, odd, ids(1), odd[:1])
+    assert scatter_blocks(odd, ids(1), odd[:1] + 1).sum() == 12  # XLA can
     narrow, tiny = cache_of(width=80), cache_of(width=10)
     with pytest.raises(NotImplementedError, match="multiple of 128"):
         run(V6E, gather_blocks, narrow, ids(1))

@@ -63,7 +63,7 @@ def test_what_was_saved_is_in_all_tiers_and_read_from_the_fastest(new_stack):
     stack.flush()
     assert all(has(tier, number) for tier in stack.tiers for number in (1, 2, 3))
     assert load(stack, 1, 2, 3) == ["host"] * 3
-    assert not stack.is_missing(key(1)) and stack.is_missing(key(4))
+    assert stack.missing([key(1), key(4)]) == {key(4)}
 
 
 def test_what_the_host_has_no_room_for_comes_from_disk_and_is_brought_up(new_stack):
@@ -74,7 +74,7 @@ def test_what_the_host_has_no_room_for_comes_from_disk_and_is_brought_up(new_sta
     assert [has(stack.tiers[0], number) for number in (1, 2, 3, 4)] == [True, True, False, False]
     assert load(stack, 1, 2, 3, 4) == ["host", "host", "disk", "disk"]
     assert load(stack, 3, 4) == ["host", "host"]
-    assert stack.is_missing(key(1))  # the host lacks it now
+    assert stack.missing([key(1)])  # the host lacks it now
 
 
 def test_a_run_ends_at_the_first_block_that_no_tier_has(new_stack):
@@ -103,7 +103,7 @@ def test_what_is_on_its_way_is_not_saved_again(new_stack, monkeypatch):
     put = stack.tiers[0].put
     monkeypatch.setattr(stack.tiers[0], "put", lambda *args: (go_on.wait(), put(*args)))
     save(stack, 1)
-    assert not stack.is_missing(key(1))
+    assert not stack.missing([key(1)])
     go_on.set()
     assert stack.num_held(keys_of([1])) == 1
 
@@ -119,7 +119,7 @@ def test_a_batch_that_fails_is_logged_and_forgotten_and_the_next_is_saved(new_st
     with caplog.at_level(logging.ERROR):
         stack.flush()
     assert "1 blocks could not be saved" in caplog.text
-    assert stack.is_missing(key(1)) and load(stack, 2) == ["host"]
+    assert stack.missing([key(1)]) and load(stack, 2) == ["host"]
 
 
 def test_clearing_forgets_the_tiers_that_are_named_and_what_is_on_its_way(new_stack):
@@ -140,7 +140,7 @@ def test_a_closed_stack_has_stored_everything_and_takes_nothing(new_stack):
     stack.close()
     save(stack, 50)
     stack.flush()  # does not wait for what will never come
-    assert stack.is_missing(key(50)) and stack.num_held(keys_of([50])) == 0
+    assert stack.missing([key(50)]) and stack.num_held(keys_of([50])) == 0
     assert load(new_stack(host=0), *range(40)) == ["disk"] * 40
 
 
