@@ -135,3 +135,18 @@ def prefetch(typing_context, address):
         return context.get_dummy_value()
 
     return signature, generate
+
+
+@intrinsic
+def copy_line(typing_context, target, source):
+    """Copy a cache line, both at multiples of 64, and do not keep the target's in the cache."""
+    signature = types.void(types.int64, types.int64)
+
+    def generate(context, builder, signature, args):
+        line = ir.VectorType(_INT64, 8).as_pointer()
+        new, old = (builder.inttoptr(address, line) for address in args)
+        copied = builder.store(builder.load(old, align=64), new, align=64)
+        copied.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
+        return context.get_dummy_value()
+
+    return signature, generate

@@ -273,11 +273,15 @@ class BlockRunner:
             part = jax.tree.map(lambda x, start=start: x[start : start + most], filled)
             yield part, min(total - start, most)
 
-    def put_blocks(self, request: Request, first: int, loaded: Loaded) -> None:
-        """Overwrite a request's own blocks from column `first` on; see `LowerTiers.put`."""
+    def put_blocks(self, request: Request, first: int, loaded: Loaded) -> int:
+        """Overwrite a request's own blocks from column `first` on; see `LowerTiers.put`.
+
+        Returns how many.
+        """
         assert self.tiers is not None
         block_ids = self._tables.block_ids
-        self._kv_cache = self.tiers.put(self._kv_cache, block_ids, request, first, loaded)
+        self._kv_cache, count = self.tiers.put(self._kv_cache, block_ids, request, first, loaded)
+        return count
 
     def keep(self, request: Request, hold: Hold) -> None:
         """Let `hold` hold what the request has computed, instead of what it held before."""

@@ -134,6 +134,8 @@ class Restores:
             # Only now: the host notes blocks while the device still copies them.
             for request in restoring:
                 self._go_on(request, publish_fn)
+            if restoring and self._runner.tiers is not None:
+                self._runner.tiers.settle()
 
     def _put_what_is_read(self, restoring: Sequence[Request], *, idle: bool) -> None:
         until = time.perf_counter() + self._slice_s
@@ -200,8 +202,8 @@ class Restores:
         restore.loads.popleft()
         self._num_loads -= 1
         if loaded is not None and loaded.count:
-            self._runner.put_blocks(request, load.first, loaded)
-            restore.ready = load.first + loaded.count
+            count = self._runner.put_blocks(request, load.first, loaded)
+            restore.ready = load.first + count
         restore.is_over = restore.ready < load.end or load.end == len(restore.keys)
 
     def _go_on(self, request: Request, publish_fn: Callable[[Request], None]) -> None:

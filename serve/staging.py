@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,19 +11,23 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from ..paged.tiers import aligned_empty
+
 
 @dataclass(frozen=True, kw_only=True)
 class Staging:
     """Host memory from and to which a device copies by itself, while it computes.
 
     Attributes:
-        host: page-locked memory, JAX's memory kind `pinned_host`; None where the device is the
-            host.
+        host: page-locked memory, JAX's memory kind `pinned_host`; None where there is none, or no
+            need of it.
         device: the device's own.
+        is_host: whether the device's memory is the host's.
     """
 
     host: Sharding | None
     device: Sharding
+    is_host: bool
 
     @classmethod
     def of(cls, device: Any) -> Staging:
@@ -31,7 +36,8 @@ class Staging:
         host = None
         if device.platform != "cpu" and "pinned_host" in kinds:
             host = SingleDeviceSharding(device, memory_kind="pinned_host")
-        return cls(host=host, device=SingleDeviceSharding(device))
+        is_host = device.platform == "cpu"
+        return cls(host=host, device=SingleDeviceSharding(device), is_host=is_host)
 
     def out(self, blocks: jax.Array) -> jax.Array:
         """Blocks on their way to the host, in a program."""
@@ -50,10 +56,6 @@ class Staging:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.host)
 
 
-# What JAX reads on a CPU where it lies begins at such an address.
-_ALIGNMENT = 64
-
-
 @dataclass(kw_only=True, eq=False)
 class LoadBuffer:
     """Host memory for one load.
@@ -69,17 +71,20 @@ class LoadBuffer:
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """Blocks that have been read.
+    """Blocks that have been read, or can be copied from where they are.
 
     Attributes:
-        blocks: `[n, L, K, B, ROW]`.
         count: how many of them there are.
-        buffer: where they lie, for `LoadBuffers.give_back`.
+        blocks: `[n, L, K, B, ROW]`, if they have been read.
+        buffer: where those lie, for `LoadBuffers.give_back`.
+        keys, tokens: of blocks that have not been read, for `HostTier.lend`.
     """
 
-    blocks: Any
     count: int
-    buffer: LoadBuffer | None
+    blocks: Any = None
+    buffer: LoadBuffer | None = None
+    keys: Sequence[bytes] = ()
+    tokens: np.ndarray | None = None
 
 
 class LoadBuffers:
@@ -101,11 +106,7 @@ class LoadBuffers:
         with self._lock:
             buffer = self._free.pop(0) if self._free else None
         if buffer is None:
-            num_bytes = int(np.prod(self._shape)) * self._dtype.itemsize
-            memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
-            offset = -memory.ctypes.data % _ALIGNMENT
-            memory = memory[offset : offset + num_bytes].view(self._dtype)
-            return LoadBuffer(memory=memory.reshape(self._shape))
+            return LoadBuffer(memory=aligned_empty(self._shape, self._dtype))
         if buffer.copied is not None:
             buffer.copied.block_until_ready()
         return buffer

@@ -18,6 +18,7 @@ from ..paged.tiers import DiskTier, HostTier, RemoteTier, Tier, TierStack, furth
 from ..pallas_kernels import NULL_BLOCK, gather_blocks, scatter_blocks
 from .config import EngineConfig
 from .layout import CacheLayout
+from .lender import Lender
 from .program import Program
 from .programs import KVCache, bucket_for
 from .request import Request
@@ -65,7 +66,9 @@ class LowerTiers:
         self._buffers = LoadBuffers((self.batch_blocks, *self._block_shape), self._dtype)
         self._pack = Program("pack", pack, donate=(), settings=self._staging)
         self._unpack = Program("unpack", unpack, donate=(0,), settings=self._staging)
-        self.programs = (self._pack, self._unpack)
+        self._fetch = Program("fetch", fetch, donate=(0,))
+        self._lender = Lender.of(self.stack, self._staging, self._dtype, self._block_shape)
+        self.programs = (self._pack, self._unpack, self._fetch)
         self._loader = ThreadPoolExecutor(_LOADERS, "octavo-tier-loader")
         self._closed = False
 
@@ -147,18 +150,18 @@ class LowerTiers:
             keys: of at most `batch_blocks` blocks that follow one another.
             tokens: `int32[n, B]`.
         """
-        if not self._closed:
-            return self._loader.submit(self._load, keys, tokens)
-        nothing: Future[Loaded] = Future()
-        nothing.set_result(Loaded(blocks=None, count=0, buffer=None))
-        return nothing
+        if self._closed:
+            return _done(Loaded(count=0))
+        if self._lender is not None and self._lender.has(keys):
+            return _done(Loaded(count=len(keys), keys=keys, tokens=tokens))
+        return self._loader.submit(self._load, keys, tokens)
 
     def _load(self, keys: Sequence[bytes], tokens: np.ndarray) -> Loaded:
         buffer = self._buffers.take()
         blocks = buffer.memory[: bucket_for(len(keys), self._sizes)]
         rows = blocks.reshape(len(blocks), -1).view(np.uint8)
         count = len(self.stack.load(keys, tokens, rows))
-        return Loaded(blocks=self._staging.staged(blocks), count=count, buffer=buffer)
+        return Loaded(count=count, blocks=self._staging.staged(blocks), buffer=buffer)
 
     def put(
         self,
@@ -167,17 +170,37 @@ class LowerTiers:
         request: Request,
         first: int,
         loaded: Loaded,
-    ) -> KVCache:
-        """The cache with what was loaded in a request's table.
+    ) -> tuple[KVCache, int]:
+        """The cache with what was loaded in a request's table, and how many blocks that is.
 
         It goes to the columns from `first` on, which must be the request's own.
         """
-        assert loaded.blocks is not None and loaded.buffer is not None
-        place = np.int32(seat_of(request)), np.int32(first), np.int32(loaded.count)
-        size = len(loaded.blocks)
-        kv_cache, copied = self._unpack(size, kv_cache, block_ids, *place, loaded.blocks)
-        self._buffers.give_back(loaded.buffer, copied)
-        return kv_cache
+        where = np.int32(seat_of(request)), np.int32(first)
+        if loaded.buffer is not None:
+            size, count = len(loaded.blocks), loaded.count
+            args = *where, np.int32(count), loaded.blocks
+            kv_cache, copied = self._unpack(size, kv_cache, block_ids, *args)
+            self._buffers.give_back(loaded.buffer, copied)
+            return kv_cache, count
+
+        def fetch(slots: list[int]) -> jax.Array:
+            nonlocal kv_cache
+            assert self._lender is not None
+            size = bucket_for(len(slots), self._sizes)
+            padded = np.full(size, -1, np.int32)
+            padded[: len(slots)] = slots
+            args = *where, self._lender.memory, padded
+            kv_cache, copied = self._fetch(size, kv_cache, block_ids, *args)
+            return copied
+
+        assert self._lender is not None and loaded.tokens is not None
+        count = self._lender.lend(loaded.keys, loaded.tokens, fetch)
+        return kv_cache, count
+
+    def settle(self) -> None:
+        """Wait until what was put is in its place, and needed no longer where it was."""
+        if self._lender is not None:
+            self._lender.settle()
 
     def close(self) -> None:
         """Store what was saved, and stop all threads; afterwards nothing is saved or loaded."""
@@ -197,6 +220,7 @@ class LowerTiers:
             calls = (
                 (self._pack, (some, some, number)),
                 (self._unpack, (number, number, number, blocks)),
+                *self._fetch_call(some),
             )
             warmups += [
                 (
@@ -206,6 +230,18 @@ class LowerTiers:
                 for program, args in calls
             ]
         return warmups
+
+    def _fetch_call(self, slots: np.ndarray) -> Iterator[tuple[Program, tuple[object, ...]]]:
+        if self._lender is not None:
+            memory = self._lender.memory
+            like = jax.ShapeDtypeStruct(memory.shape, memory.dtype)
+            yield self._fetch, (np.int32(0), np.int32(0), like, slots)
+
+
+def _done(loaded: Loaded) -> Future[Loaded]:
+    future: Future[Loaded] = Future()
+    future.set_result(loaded)
+    return future
 
 
 def _tiers(config: EngineConfig, block_bytes: int) -> list[Tier]:
@@ -255,3 +291,25 @@ def unpack(
     layers = enumerate(kv_cache)
     kv_cache = tuple(scatter_blocks(layer, ids, blocks, layer=i) for i, layer in layers)
     return kv_cache, count + 0
+
+
+def fetch(
+    kv_cache: KVCache,
+    block_ids: jax.Array,
+    seat: jax.Array,
+    first: jax.Array,
+    memory: jax.Array,
+    slots: jax.Array,
+) -> tuple[KVCache, jax.Array]:
+    """Put blocks of `memory: [m, L, K, B, ROW]` into a row's columns from `first` on.
+
+    `slots: int32[n]` says which; negative ones are padding. Returns the cache, and a number that is
+    there when all has been copied.
+    """
+    column = jnp.minimum(first + jnp.arange(slots.shape[0]), block_ids.shape[1] - 1)
+    ids = jnp.where(slots >= 0, block_ids[seat, column], NULL_BLOCK)
+    layers = enumerate(kv_cache)
+    kv_cache = tuple(
+        scatter_blocks(layer, ids, memory, layer=i, sources=slots) for i, layer in layers
+    )
+    return kv_cache, first + 0

@@ -9,6 +9,7 @@ from .disk import DiskTier as DiskTier
 from .host import HostTier as HostTier
 from .keys import further_keys as further_keys
 from .keys import root_key as root_key
+from .memory import aligned_empty as aligned_empty
 from .remote import RemoteTier as RemoteTier
 from .stack import TierStack as TierStack
 from .tier import Tier as Tier
@@ -21,6 +22,7 @@ __all__ = [
     "Tier",
     "TierStack",
     "TierStats",
+    "aligned_empty",
     "further_keys",
     "root_key",
 ]

@@ -1,17 +1,19 @@
 """Blocks in host memory: one array of slots, given to the most recently used keys.
 
 The array is made at once and never grows, and its pages are taken from the system as they are first
-written. So the budget is kept exactly, whatever comes and goes.
+written. So the budget is kept exactly, whatever comes and goes. A device that shares this memory
+copies blocks from where they lie: for that they are lent.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
 
+from .memory import aligned_empty
 from .pins import TierPins
 from .tier import TierStats
 
@@ -24,6 +26,10 @@ class HostTier:
         block_bytes: bytes of a block.
         block_size: tokens of a block, B.
 
+    Attributes:
+        payloads: `uint8[n, block_bytes]`, the blocks in their slots.
+        max_lent: blocks that are lent at a time at most.
+
     Raises:
         ValueError: the budget holds no block.
     """
@@ -34,12 +40,15 @@ class HostTier:
         num_slots = budget_bytes // block_bytes
         if num_slots < 1:
             raise ValueError(f"{budget_bytes=} holds no block of {block_bytes=}: give it more")
-        self._payloads = np.empty((num_slots, block_bytes), np.uint8)
+        self.payloads = aligned_empty((num_slots, block_bytes), np.uint8)
         self._tokens = np.empty((num_slots, block_size), np.int32)
         # The least recently used first.
         self._slots: OrderedDict[bytes, int] = OrderedDict()
         self._free = list(range(num_slots))[::-1]
         self.pins = TierPins(num_slots // 2)
+        self.max_lent = num_slots // 4
+        self._lent: Counter[int] = Counter()  # times, by slot
+        self._orphans: set[int] = set()  # slots that are lent, and otherwise free
         # Held while a slot is copied, so that nobody takes it meanwhile.
         self._lock = threading.Lock()
         self._hits = self._misses = self._evictions = 0
@@ -53,7 +62,7 @@ class HostTier:
             slot = self._slots.get(key)
             if slot is None:
                 slot = self._take_slot()
-                self._payloads[slot], self._tokens[slot] = payload, tokens
+                self.payloads[slot], self._tokens[slot] = payload, tokens
                 self._slots[key] = slot
             self._slots.move_to_end(key)
 
@@ -61,7 +70,8 @@ class HostTier:
         if self._free:
             return self._free.pop()
         self._evictions += 1
-        while (oldest := next(iter(self._slots))) in self.pins:
+        # At most half are pinned and a quarter lent.
+        while (oldest := next(iter(self._slots))) in self.pins or self._slots[oldest] in self._lent:
             self._slots.move_to_end(oldest)
         return self._slots.pop(oldest)
 
@@ -71,19 +81,55 @@ class HostTier:
     def read(self, keys: Sequence[bytes], tokens: np.ndarray, out: np.ndarray) -> int:
         """See `Tier`; all in one copy."""
         with self._lock:
-            slots: list[int] = []
-            for key in keys:
-                slot = self._slots.get(key)
-                if slot is None:
-                    break
-                slots.append(slot)
-            differ = (self._tokens[slots] != tokens[: len(slots)]).any(axis=1)
-            count = int(differ.argmax()) if differ.any() else len(slots)
-            if count:
-                np.take(self._payloads, slots[:count], axis=0, out=out[:count], mode="clip")
-            self._hits += count
-            self._misses += count < len(keys)
-            return count
+            slots = self._find(keys, tokens)
+            if slots:
+                np.take(self.payloads, slots, axis=0, out=out[: len(slots)], mode="clip")
+            return len(slots)
+
+    def can_lend(self, num_blocks: int) -> bool:
+        """Whether so many more blocks may be lent now."""
+        return self._lent.total() + num_blocks <= self.max_lent
+
+    def lend(self, keys: Sequence[bytes], tokens: np.ndarray) -> list[int]:
+        """Slots of a sequence's blocks until one is missing; they stay as they are for now.
+
+        Nothing is lent if that were more than `max_lent` blocks.
+
+        Args:
+            keys: n of them.
+            tokens: `int32[n, B]`.
+        """
+        with self._lock:
+            if not self.can_lend(len(keys)):
+                return []
+            slots = self._find(keys, tokens)
+            self._lent.update(slots)
+            return slots
+
+    def take_back(self, slots: Sequence[int]) -> None:
+        """What was lent need not stay any more."""
+        with self._lock:
+            self._lent.subtract(slots)
+            for slot in slots:
+                if not self._lent[slot]:
+                    del self._lent[slot]
+                    if slot in self._orphans:
+                        self._orphans.remove(slot)
+                        self._free.append(slot)
+
+    def _find(self, keys: Sequence[bytes], tokens: np.ndarray) -> list[int]:
+        """Slots of a sequence's blocks until one is missing, which is counted."""
+        slots: list[int] = []
+        for key in keys:
+            slot = self._slots.get(key)
+            if slot is None:
+                break
+            slots.append(slot)
+        differ = (self._tokens[slots] != tokens[: len(slots)]).any(axis=1)
+        slots = slots[: int(differ.argmax())] if differ.any() else slots
+        self._hits += len(slots)
+        self._misses += len(slots) < len(keys)
+        return slots
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """See `Tier`."""
@@ -101,7 +147,11 @@ class HostTier:
             if not keep_pinned:
                 self.pins.clear()
             for key in [key for key in self._slots if key not in self.pins]:
-                self._free.append(self._slots.pop(key))
+                slot = self._slots.pop(key)
+                if slot in self._lent:
+                    self._orphans.add(slot)
+                else:
+                    self._free.append(slot)
 
     def close(self) -> None:
         """See `Tier`: it ends with the process."""
@@ -109,7 +159,7 @@ class HostTier:
     def stats(self) -> TierStats:
         """See `Tier`."""
         with self._lock:
-            num_slots, block_bytes = self._payloads.shape
+            num_slots, block_bytes = self.payloads.shape
             return TierStats(
                 num_blocks=len(self._slots),
                 num_bytes=len(self._slots) * block_bytes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 from ..chips import require_chip
 from ..dispatch import MOSAIC_GPU, MOSAIC_TPU, NUMBA, REFERENCE, XLA, Op
@@ -57,9 +58,20 @@ _GATHER = Op(
 
 def _of_layer(
     scatter: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
-) -> Callable[[jax.Array, jax.Array, jax.Array, int], jax.Array]:
+) -> Callable[[jax.Array, jax.Array, jax.Array, int, jax.Array | None], jax.Array]:
     """One that takes a layer's blocks, for blocks of several layers."""
-    return lambda kv_cache, block_ids, blocks, layer: scatter(kv_cache, block_ids, blocks[:, layer])
+
+    def scatter_layer(
+        kv_cache: jax.Array,
+        block_ids: jax.Array,
+        blocks: jax.Array,
+        layer: int,
+        sources: jax.Array | None,
+    ) -> jax.Array:
+        own = blocks[:, layer] if sources is None else blocks[sources, layer]
+        return scatter(kv_cache, block_ids, own)
+
+    return scatter_layer
 
 
 _SCATTER = Op(
@@ -107,6 +119,7 @@ def scatter_blocks(
     blocks: jax.Array,
     *,
     layer: int | None = None,
+    sources: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Put packed blocks into the cache: the inverse of `gather_blocks`.
@@ -119,6 +132,8 @@ def scatter_blocks(
         block_ids: `int32[n]`.
         blocks: `[n, K, B, ROW]` of the cache's dtype, or `[n, L, K, B, ROW]` with `layer`.
         layer: which layer's of the blocks, in `[0, L)`.
+        sources: `int32[n]`, which of any number of blocks go there; None for all in their order.
+            One outside writes nothing.
         implementation: None picks by platform; "numba" (CPUs), "mosaic_gpu", "mosaic_tpu", "xla"
             or "reference". A named one never falls back.
 
@@ -135,16 +150,21 @@ def scatter_blocks(
         layer, blocks = 0, blocks[:, None]
     elif blocks.ndim != 5 or not 0 <= layer < blocks.shape[1]:
         raise ValueError(f"{blocks.shape=} must be [n, L, K, B, ROW] with {layer=} in [0, L)")
-    shape = (*block_ids.shape, *blocks.shape[1:2], *kv_cache.shape[1:])
+    count = block_ids.shape[0] if sources is None else blocks.shape[0]
+    shape = (count, *blocks.shape[1:2], *kv_cache.shape[1:])
     if blocks.shape != shape or blocks.dtype != kv_cache.dtype:
         raise ValueError(
             f"blocks is {blocks.dtype}{list(blocks.shape)}, expected {kv_cache.dtype}{list(shape)}"
         )
+    if sources is not None:
+        check_index_dtype(sources=sources)
+        if sources.shape != block_ids.shape:
+            raise ValueError(f"{sources.shape=} must be {block_ids.shape=}")
+        block_ids = jnp.where((sources >= 0) & (sources < count), block_ids, NULL_BLOCK)
     if block_ids.shape[0] == 0:
         return kv_cache
-    return _SCATTER(
-        implementation, kv_cache, distinct_targets(block_ids, kv_cache.shape[0]), blocks, layer
-    )
+    ids = distinct_targets(block_ids, kv_cache.shape[0])
+    return _SCATTER(implementation, kv_cache, ids, blocks, layer, sources)
 
 
 def _check(kv_cache: jax.Array, block_ids: jax.Array) -> None:

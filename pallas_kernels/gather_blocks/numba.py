@@ -11,7 +11,11 @@ from ..cpu_kernels import num_threads, registered
 
 
 def scatter_blocks_numba(
-    kv_cache: jax.Array, block_ids: jax.Array, blocks: jax.Array, layer: int
+    kv_cache: jax.Array,
+    block_ids: jax.Array,
+    blocks: jax.Array,
+    layer: int,
+    sources: jax.Array | None,
 ) -> jax.Array:
     """See `octavo.pallas_kernels.scatter_blocks`."""
     itemsize = kv_cache.dtype.itemsize
@@ -25,4 +29,6 @@ def scatter_blocks_numba(
         input_output_aliases={0: 0},
     )
     numbers = jnp.array([layer, itemsize, num_threads()], jnp.int32)
-    return call(kv_cache, block_ids, blocks, numbers)
+    if sources is None:
+        sources = jnp.arange(block_ids.shape[0], dtype=jnp.int32)
+    return call(kv_cache, block_ids, sources, blocks, numbers)

@@ -13,7 +13,7 @@ from numba import cfunc, types
 from numba.np.numpy_support import carray
 
 from ..layout import NULL_BLOCK
-from ..xla_ffi import ARGS, DATA, FRAME_WORDS, RETS, callback_of, pointer_to
+from ..xla_ffi import ARGS, DATA, FRAME_WORDS, RETS, callback_of, copy_line, pointer_to
 from ..xla_threads import (
     OWN,
     answer_question,
@@ -32,22 +32,26 @@ from ..xla_threads import (
 TARGET = "octavo.scatter_blocks"
 
 # Words of the record of a call: addresses, sizes, and what is one item.
-_CACHE, _IDS, _BLOCKS, _COUNT, _NUM_BLOCKS, _WORDS, _STRIDE, _PER_ITEM = range(OWN, OWN + 8)
-_RECORD_WORDS = OWN + 8
+_CACHE, _IDS, _SOURCES, _BLOCKS, _COUNT, _NUM_BLOCKS, _NUM_SOURCES = range(OWN, OWN + 7)
+_WORDS, _STRIDE, _PER_ITEM = range(OWN + 7, OWN + 10)
+_RECORD_WORDS = OWN + 10
 
+_LINE = 64
 _ITEM_BYTES = 1 << 18  # some 20 microseconds
 
 
 @compiled()
 def _fill_record(record, frame):
     """Note all that the frame says; returns how many threads there are."""
-    blocks = shape_of(frame[ARGS], 2, 5)
-    numbers = carray(pointer_to(buffer_of(frame[ARGS], 3)[DATA], types.int32), (3,))
+    blocks = shape_of(frame[ARGS], 3, 5)
+    numbers = carray(pointer_to(buffer_of(frame[ARGS], 4)[DATA], types.int32), (3,))
     words = blocks[2] * blocks[3] * blocks[4] * numbers[1] // 8
     record[_CACHE] = buffer_of(frame[RETS], 0)[DATA]
     record[_IDS] = buffer_of(frame[ARGS], 1)[DATA]
-    record[_BLOCKS] = buffer_of(frame[ARGS], 2)[DATA] + 8 * words * numbers[0]
-    record[_COUNT], record[_NUM_BLOCKS] = blocks[0], shape_of(frame[RETS], 0, 4)[0]
+    record[_SOURCES] = buffer_of(frame[ARGS], 2)[DATA]
+    record[_BLOCKS] = buffer_of(frame[ARGS], 3)[DATA] + 8 * words * numbers[0]
+    record[_COUNT] = shape_of(frame[ARGS], 1, 1)[0]
+    record[_NUM_BLOCKS], record[_NUM_SOURCES] = shape_of(frame[RETS], 0, 4)[0], blocks[0]
     record[_WORDS], record[_STRIDE] = words, words * blocks[1]
     record[_PER_ITEM] = max(_ITEM_BYTES // (8 * words), 1)
     return np.int64(numbers[2])
@@ -58,17 +62,24 @@ def _run_item(record, index):
     """Copy some blocks."""
     words = record[_WORDS]
     ids = carray(pointer_to(record[_IDS], types.int32), (record[_COUNT],))
+    sources = carray(pointer_to(record[_SOURCES], types.int32), (record[_COUNT],))
     first = index * record[_PER_ITEM]
     for i in range(first, min(first + record[_PER_ITEM], record[_COUNT])):
-        block_id = np.int64(ids[i])
+        block_id, source = np.int64(ids[i]), np.int64(sources[i])
         if block_id == NULL_BLOCK or not 0 <= block_id < record[_NUM_BLOCKS]:
             continue
-        source = record[_BLOCKS] + 8 * i * record[_STRIDE]
-        target = record[_CACHE] + 8 * block_id * words
-        old = carray(pointer_to(source, types.int64), (words,))
-        new = carray(pointer_to(target, types.int64), (words,))
-        for word in range(words):
-            new[word] = old[word]
+        if not 0 <= source < record[_NUM_SOURCES]:
+            continue
+        old_address = record[_BLOCKS] + 8 * source * record[_STRIDE]
+        new_address = record[_CACHE] + 8 * block_id * words
+        old = carray(pointer_to(old_address, types.int64), (words,))
+        new = carray(pointer_to(new_address, types.int64), (words,))
+        if (old_address | new_address | 8 * words) % _LINE == 0:
+            for place in range(0, 8 * words, _LINE):
+                copy_line(new_address + place, old_address + place)
+        else:
+            for word in range(words):
+                new[word] = old[word]
 
 
 @compiled()
@@ -114,10 +125,10 @@ def _handler_of(digest: int):
 def register() -> str:
     """Make the custom call known to XLA; returns its name.
 
-    Its operands are `kv_cache [P, K, B, ROW]`, `block_ids int32[n]`, of which no two that are in the
-    cache are equal, `blocks [n, L, K, B, ROW]`, and `(layer, bytes of an element, threads)
-    int32[3]`. Its result is the cache, in the operand's memory; a block must have a multiple of 8
-    bytes.
+    Its operands are `kv_cache [P, K, B, ROW]`, `block_ids int32[n]`, of which no two that are in
+    the cache are equal, `sources int32[n]`, `blocks [m, L, K, B, ROW]`, and `(layer, bytes of an
+    element, threads) int32[3]`. Its result is the cache, in the operand's memory; a block must
+    have a multiple of 8 bytes.
     """
     handler = _handler_of(source_digest())
     jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler.ctypes), platform="cpu")

@@ -138,6 +138,21 @@ def test_a_layer_of_packed_blocks_is_scattered(implementation: Implementation, d
         same_bits(run(implementation, scatter, cache, ids(*where), packed), want)
 
 
+@pytest.mark.parametrize("implementation", [XLA, NUMBA, V6E], ids=str)
+def test_chosen_blocks_are_scattered(implementation: Implementation) -> None:
+    cache, packed = cache_of(42), jnp.stack([-cache_of(9), cache_of(10)[1:] * 2], axis=1)
+    where, sources = [5, 0, 40, 7, 8, 30, 5], [8, 3, 0, 9, -1, 3, 4]
+    want = np.asarray(cache).copy()
+    want[40], want[30], want[5] = (np.asarray(packed[i, 1]) for i in (0, 3, 4))
+
+    def scatter(cache, where, sources, packed, implementation):
+        return scatter_blocks(
+            cache, where, packed, layer=1, sources=sources, implementation=implementation
+        )
+
+    same_bits(run(implementation, scatter, cache, ids(*where), ids(*sources), packed), want)
+
+
 @pytest.mark.parametrize("implementation", [REFERENCE, XLA, V6E], ids=str)
 def test_no_blocks_are_no_work(implementation: Implementation) -> None:
     cache, none = cache_of(), ids()
@@ -204,6 +219,10 @@ def test_gather_and_scatter_name_bad_arguments() -> None:
             scatter_blocks(cache, ids(1), cache[:1, None], layer=layer)
     with pytest.raises(ValueError, match="must be"):
         scatter_blocks(cache, ids(1), cache[:1], layer=0)
+    with pytest.raises(ValueError, match=r"sources\.shape"):
+        scatter_blocks(cache, ids(1), cache, sources=ids(1, 2))
+    with pytest.raises(ValueError, match="sources has dtype"):
+        scatter_blocks(cache, ids(1), cache, sources=ids(1).astype(jnp.int16))
 
 
 def test_a_kernel_says_what_blocks_it_cannot_move() -> None:

@@ -16,6 +16,7 @@ from .tiered import (
     SIZE,
     evict,
     from_tiers,
+    let_threads_read,
     one,
     prompt,
     stack_of,
@@ -32,6 +33,7 @@ class Gate:
 
     def __init__(self, engine: Engine, patch: pytest.MonkeyPatch):
         self.open, self.asked = threading.Event(), threading.Event()
+        let_threads_read(engine, patch)
         stack = stack_of(engine)
         load = stack.load
 
@@ -112,11 +114,11 @@ def test_an_interrupt_between_two_batches_leaves_no_gap(
     evict(engine)
     put, calls = engine._runner.put_blocks, []
 
-    def interrupted(*args) -> None:
+    def interrupted(*args) -> int:
         calls.append(args)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        put(*args)
+        return put(*args)
 
     monkeypatch.setattr(engine._runner, "put_blocks", interrupted)
     request_id = engine.add_request(prompt(0), GREEDY)
@@ -137,6 +139,7 @@ def test_a_reader_that_fails_costs_time_and_a_line(
     def fail(*args):
         raise MemoryError("none left")
 
+    let_threads_read(engine, monkeypatch)
     monkeypatch.setattr(stack_of(engine), "load", fail)
     with caplog.at_level(logging.ERROR):
         answer = one(engine, prompt(0))

@@ -30,6 +30,7 @@ from .tiered import (
     evict,
     from_tiers,
     kept,
+    let_threads_read,
     one,
     prompt,
     stack_of,
@@ -160,7 +161,7 @@ def test_blocks_pass_through_page_locked_memory_where_a_device_has_it(
     assert Staging.of(device).host is None  # the device is the host
     here = SingleDeviceSharding(device)
     pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
-    monkeypatch.setattr(Staging, "of", lambda _: Staging(host=pinned, device=here))
+    monkeypatch.setattr(Staging, "of", lambda _: Staging(host=pinned, device=here, is_host=False))
     engine = tiered(tiny, host=100)
     found = engine._runner.tiers
     assert found is not None
@@ -198,6 +199,7 @@ def test_loads_use_the_same_memory_again(
 ) -> None:
     found = engine._runner.tiers
     assert found is not None
+    let_threads_read(engine, monkeypatch)
     one(engine, prompt(0))
     used, num_loads = set(), 0
     load = found._load
@@ -213,6 +215,45 @@ def test_loads_use_the_same_memory_again(
         assert one(engine, prompt(0)).token_ids == cold(prompt(0)).token_ids
         used |= {buffer.memory.ctypes.data for buffer in found._buffers._free}
     assert num_loads >= 8 and 1 <= len(used) <= num_loads // 8 + 1
+
+
+def test_a_device_that_is_the_host_copies_from_where_blocks_lie(
+    engine: Engine, cold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = engine._runner.tiers
+    assert found is not None and found._lender is not None
+    host = found._lender._tier
+    monkeypatch.setattr(found, "_load", None)  # nobody reads
+    one(engine, prompt(0))
+    evict(engine)
+    bits = kept(engine, prompt(0))
+    before = host.stats()
+    answer = one(engine, prompt(0))
+    assert (answer.num_cached_tokens, answer.token_ids) == (96, cold(prompt(0)).token_ids)
+    assert len(bits) == 0 and len(kept(engine, prompt(0))) == 12
+    assert host.stats().hits - before.hits == 12
+    assert not host._lent and not found._lender._copying
+
+
+def test_a_block_that_goes_before_it_is_copied_is_computed(
+    engine: Engine, cold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one(engine, prompt(0))
+    evict(engine)
+    found = engine._runner.tiers
+    assert found is not None and found._lender is not None
+    host, lend = found._lender._tier, found._lender._tier.lend
+
+    def forget_some(keys, tokens):
+        # As if others had taken the place of the fourth meanwhile.
+        host._free.append(host._slots.pop(keys[3]))
+        return lend(keys, tokens)
+
+    monkeypatch.setattr(host, "lend", forget_some)
+    answer = one(engine, prompt(0))
+    assert (answer.num_cached_tokens, answer.token_ids) == (24, cold(prompt(0)).token_ids)
+    assert not host._lent
+    engine.check_invariants()
 
 
 def test_no_tier_serves_across_salts(engine: Engine) -> None:
@@ -347,7 +388,7 @@ def test_samples_and_beams_come_back_and_are_what_they_are_without_tiers(
 def test_all_programs_are_compiled_ahead(tiny: LoadedModel) -> None:
     engine = tiered(tiny, host=100)
     count = engine.warmup()
-    assert count == engine.num_programs == 2 + 3 + 10 + 5
+    assert count == engine.num_programs == 2 + 3 + 10 + 7
     one(engine, prompt(0))
     evict(engine)
     assert one(engine, prompt(0)).num_cached_tokens == 96
@@ -367,6 +408,7 @@ def test_threads_end_with_the_engine_closed_or_not(tiny: LoadedModel, tmp_path: 
     engine = tiered(tiny, host=100, disk=tmp_path)
     one(engine, prompt(0))
     evict(engine)
+    stack_of(engine).clear(["host"])
     one(engine, prompt(0))
     assert len(new_threads()) >= 3
     engine.close()

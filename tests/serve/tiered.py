@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from octavo import paged
 from octavo.models import LoadedModel
@@ -49,6 +50,11 @@ def stack_of(engine: Engine):
     found = engine._runner.tiers
     assert found is not None
     return found.stack
+
+
+def let_threads_read(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+    """Have host memory's blocks read as a device does that has a memory of its own."""
+    patch.setattr(engine._runner.tiers, "_lender", None)
 
 
 def one(engine: Engine, tokens: list[int], params: SamplingParams = GREEDY) -> Completion:

@@ -70,6 +70,62 @@ def test_a_cleared_tier_is_empty_and_takes_blocks():
     assert held(tier, 3, 4, 5) == [4, 5]
 
 
+def lend(tier: HostTier, *numbers: int) -> list[int]:
+    return tier.lend([key(n) for n in numbers], np.stack([tokens(n) for n in numbers]))
+
+
+def test_what_is_lent_stays_as_it_is():
+    tier = host_tier(8)
+    put(tier, *range(8))
+    slots = lend(tier, 0, 1)
+    assert [bytes(tier.payloads[slot]) for slot in slots] == [bytes(payload(n)) for n in (0, 1)]
+    put(tier, *range(10, 20))
+    assert held(tier, 0) == [0] and held(tier, 1) == [1]
+    tier.clear()
+    assert held(tier, 0) == []
+    put(tier, *range(20, 30))
+    assert tier.stats().num_blocks == 6  # the lent ones' places are not free yet
+    assert [bytes(tier.payloads[slot]) for slot in slots] == [bytes(payload(n)) for n in (0, 1)]
+    tier.take_back(slots)
+    put(tier, *range(30, 40))
+    assert tier.stats().num_blocks == 8
+
+
+def test_only_what_is_there_is_lent_and_no_more_than_a_quarter():
+    tier = host_tier(8)
+    put(tier, 1, 2, 3)
+    assert len(lend(tier, 1, 9)) == 1  # 9 is missing
+    assert lend(tier, 2, 3) == []  # three at a time
+    again = lend(tier, 1)  # twice
+    assert tier.lend([key(1)], tokens(2)[None]) == []
+    tier.take_back(again)
+    assert not tier.can_lend(2) and tier.can_lend(1)
+    tier.take_back(again)
+    assert len(lend(tier, 2, 3)) == 2
+    assert host_tier(3).max_lent == 0
+
+
+def test_places_are_never_lost_nor_given_twice():
+    tier, rng = host_tier(13), np.random.default_rng(0)
+    lent: list[tuple[list[int], list[int]]] = []
+    for _ in range(3000):
+        number = int(rng.integers(30))
+        action = rng.choice(["put", "lend", "back", "clear"], p=[0.5, 0.25, 0.24, 0.01])
+        if action == "put":
+            put(tier, number)
+        elif action == "lend" and (slots := lend(tier, number)):
+            lent.append(([number], slots))
+        elif action == "back" and lent:
+            tier.take_back(lent.pop(int(rng.integers(len(lent))))[1])
+        elif action == "clear":
+            tier.clear()
+        for numbers, slots in lent:
+            for n, slot in zip(numbers, slots, strict=True):
+                assert bytes(tier.payloads[slot]) == bytes(payload(n))
+        used = [*tier._slots.values(), *tier._free, *tier._orphans]
+        assert sorted(used) == list(range(13))
+
+
 def test_a_budget_below_one_block_is_refused():
     with pytest.raises(ValueError, match="no block"):
         HostTier(budget_bytes=BLOCK_BYTES - 1, **SIZES)
