@@ -1,4 +1,4 @@
-"""The mutants of what Numba compiles for CPUs: attention, products with weights."""
+"""The mutants of what Numba compiles for CPUs: attention, products with weights, blocks copied."""
 
 from __future__ import annotations
 
@@ -31,7 +31,29 @@ def linear(what: str, old: str, new: str, case: str = "product and numba") -> Mu
     )
 
 
+def scatter(what: str, old: str, new: str) -> Mutant:
+    return Mutant(
+        what=f"Numba scatter: {what}",
+        file="gather_blocks/numba_call.py",
+        old=old,
+        new=new,
+        tests="test_small_ops.py",
+        select="scattered and numba",
+    )
+
+
 NUMBA_MUTANTS = (
+    scatter("the first layer's blocks", "+ 8 * words * numbers[0]", "+ 0 * numbers[0]"),
+    scatter("blocks of one layer, side by side", "words * blocks[1]", "words"),
+    scatter("the null block is written", "block_id == NULL_BLOCK or not", "not"),
+    scatter("an id outside is followed", "0 <= block_id < record[_NUM_BLOCKS]", "block_id"),
+    scatter(
+        "blocks in their order",
+        "np.int64(ids[i]), np.int64(sources[i])",
+        "np.int64(ids[i]), np.int64(i)",
+    ),
+    scatter("the last blocks are left", "+ record[_PER_ITEM] - 1)", "+ 0)"),
+    scatter("every other line", "8 * words, _LINE)", "8 * words, 2 * _LINE)"),
     decode(
         "values for keys",
         "own, at = load(q + h, width), key + h",
