@@ -122,11 +122,10 @@ class RemoteTier:
     def _ask(self, keys: Sequence[bytes], until: float) -> None:
         """Look keys up, in the asker's thread; the answer is of use until then."""
         chunks = [keys[i : i + _CHUNK_KEYS] for i in range(0, len(keys), _CHUNK_KEYS)]
-        touched, self._touched = _names(self._touched), ()
         try:
             # How many of each chunk are there; of the first that is not whole, which.
-            first = ("TOUCH", *touched) if touched else ("PING",)
-            _, *counts = self._run([first, *(("EXISTS", *_names(chunk)) for chunk in chunks)])
+            questions = [("EXISTS", *_names(chunk)) for chunk in chunks]
+            _, *counts = self._run([("PING",), *questions])
             whole = next((i for i, c in enumerate(chunks) if counts[i] < len(c)), len(chunks))
             held = [key for chunk in chunks[:whole] for key in chunk]
             if whole < len(chunks) and counts[whole]:
@@ -139,6 +138,17 @@ class RemoteTier:
         else:
             self._remember(held, instead_of=keys)
             self._server.worked()
+            with contextlib.suppress(RuntimeError):  # closed meanwhile
+                self._asker.submit(self._send_touched)
+
+    def _send_touched(self) -> None:
+        """Tell the server what was used, in the asker's thread; nobody waits for that."""
+        touched, self._touched = _names(self._touched), ()
+        try:
+            if touched:
+                self._run([("TOUCH", *touched)])
+        except Exception as error:
+            self._failed(error)
 
     def put(self, key: bytes, tokens: np.ndarray, payload: np.ndarray) -> None:
         """See `Tier`; dropped if too much waits to be written, or the server takes nothing."""
@@ -219,7 +229,7 @@ class RemoteTier:
             self._redis.unlink(name)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """See `Tier`; the server hears of it with the next question."""
+        """See `Tier`; the server hears of it after the next question."""
         self._touched = keys
 
     def flush(self) -> None:

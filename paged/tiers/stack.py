@@ -18,6 +18,7 @@ import queue
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress, takewhile
 from typing import Any
 
 import numpy as np
@@ -71,20 +72,25 @@ class TierStack:
 
     def nearest(self, keys: Sequence[bytes]) -> list[str]:
         """The nearest tier of each of a sequence's blocks, from its first up to where none is."""
-        names = []
-        for key in keys[: self.num_held(keys)]:
-            name = next((tier.name for tier in self.tiers if key in tier), None)
-            if name is None:  # evicted meanwhile
-                break
-            names.append(name)
-        return names
+        keys = keys[: self.num_held(keys)]
+        names = [""] * len(keys)
+        left = list(range(len(keys)))
+        for tier in self.tiers:
+            if left:
+                found = list(map(tier.__contains__, [keys[i] for i in left]))
+                for i in compress(left, found):
+                    names[i] = tier.name
+                left = [i for i in left if not names[i]]
+        # Nothing where one was evicted meanwhile.
+        return list(takewhile(bool, names))
 
     def _num_stored(self, keys: Sequence[bytes]) -> int:
         left = keys  # those that no tier so far has
         for tier in self.tiers:
             if left:
                 tier.look_up(left)
-                left = [key for key in left if key not in tier]
+                found = map(tier.__contains__, left)
+                left = [key for key, there in zip(left, found, strict=True) if not there]
         return keys.index(left[0]) if left else len(keys)
 
     def touch(self, keys: Sequence[bytes]) -> None:
