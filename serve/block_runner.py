@@ -34,6 +34,7 @@ from .staging import Loaded
 from .tiers import LowerTiers
 
 _PROTECTED_FRACTION = 0.8  # of the pool, in `slru`
+_RESTORED_BATCHES = 8  # that are published at once: one call costs as much as looking at many
 
 
 class BlockRunner:
@@ -76,7 +77,8 @@ class BlockRunner:
         filled = -(-config.max_num_batched_tokens // config.block_size) + (
             config.max_num_seqs * (1 + -(-config.max_decode_steps // config.block_size))
         )
-        restored = filled if self.tiers is None else max(filled, self.tiers.batch_blocks)
+        restored = 0 if self.tiers is None else _RESTORED_BATCHES * self.tiers.batch_blocks
+        restored = max(filled, min(restored, self.layout.blocks_per_seq))
         self._publish_sizes = tuple(sorted({filled, restored}))
         self.prefix_lens = PrefixLens(self.layout, config.block_size, 4 * config.max_num_seqs)
         # Seldom called, and for few sizes: compiled when they are.
