@@ -34,7 +34,7 @@ from .staging import Loaded
 from .tiers import LowerTiers
 
 _PROTECTED_FRACTION = 0.8  # of the pool, in `slru`
-_RESTORED_BATCHES = 8  # that are published at once: one call costs as much as looking at many
+_RESTORED_BATCHES = 8  # published at once: a call for each takes as long as its copy
 
 
 class BlockRunner:
@@ -236,7 +236,9 @@ class BlockRunner:
         """
         size = self._config.block_size
         runs = [(r, r.num_published * size, r.num_computed // size * size) for r in requests]
-        spans = runs + [(r, r.num_computed // size * size, r.num_computed) for r in tails]
+        runs = [run for run in runs if run[1] < run[2]]  # nothing, at most steps of decode
+        ends = [(r, r.num_computed // size * size, r.num_computed) for r in tails]
+        spans = runs + [end for end in ends if end[1] < end[2]]
         # Those of one request side by side.
         spans.sort(key=lambda span: seat_of(span[0]))
         for filled, count in self._filled_blocks(spans):
@@ -246,7 +248,7 @@ class BlockRunner:
             )
             if not bool(ok):
                 raise paged.InvariantViolation("blocks that have just been filled were refused")
-        if self.tiers is not None:
+        if self.tiers is not None and runs:
             full = [(r, first // size, end // size) for r, first, end in runs]
             self.tiers.save(self._kv_cache, self._tables.block_ids, full)
         for request in requests:
@@ -259,7 +261,8 @@ class BlockRunner:
         size, most = self._config.block_size, self._publish_sizes[-1]
         lens = [-(-(end - first) // size) for _, first, end in spans]
         total = sum(lens)
-        num_rows = total // most * most + bucket_for(total % most, self._publish_sizes)
+        rest = total % most
+        num_rows = total - rest + (bucket_for(rest, self._publish_sizes) if rest else 0)
         filled = self._no_filled_blocks(num_rows)
         place = 0
         for (request, first, end), length in zip(spans, lens, strict=True):

@@ -131,11 +131,13 @@ class Restores:
         try:
             self._put_what_is_read(restoring, idle=idle)
         finally:
-            # Only now: the host notes blocks while the device still copies them.
-            for request in restoring:
-                self._go_on(request, publish_fn)
-            if restoring and self._runner.tiers is not None:
-                self._runner.tiers.settle()
+            try:
+                # Only now: the host notes blocks while the device still copies them.
+                for request in restoring:
+                    self._go_on(request, publish_fn)
+            finally:
+                if restoring and self._runner.tiers is not None:
+                    self._runner.tiers.settle()
 
     def _put_what_is_read(self, restoring: Sequence[Request], *, idle: bool) -> None:
         until = time.perf_counter() + self._slice_s

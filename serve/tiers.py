@@ -183,7 +183,7 @@ class LowerTiers:
             self._buffers.give_back(loaded.buffer, copied)
             return kv_cache, count
 
-        def fetch(slots: list[int]) -> jax.Array:
+        def copy_from(slots: list[int]) -> jax.Array:
             nonlocal kv_cache
             assert self._lender is not None
             size = bucket_for(len(slots), self._sizes)
@@ -194,7 +194,7 @@ class LowerTiers:
             return copied
 
         assert self._lender is not None and loaded.tokens is not None
-        count = self._lender.lend(loaded.keys, loaded.tokens, fetch)
+        count = self._lender.lend(loaded.keys, loaded.tokens, copy_from)
         return kv_cache, count
 
     def settle(self) -> None:

@@ -138,6 +138,19 @@ def test_a_layer_of_packed_blocks_is_scattered(implementation: Implementation, d
         same_bits(run(implementation, scatter, cache, ids(*where), packed), want)
 
 
+@pytest.mark.parametrize("implementation", [XLA, NUMBA], ids=str)
+def test_blocks_that_are_no_whole_cache_lines_are_scattered(implementation: Implementation) -> None:
+    numbers = np.random.default_rng(2).integers(-100, 100, (13, 2, 1, 3, 8))
+    packed = jnp.asarray(numbers, jnp.int8)  # 24 bytes
+    cache, where = jnp.zeros((9, 1, 3, 8), jnp.int8), [4, 0, 8, 1, 9, 7, 2, 3, 5, 6, 0, 0, 0]
+    want = np.zeros(cache.shape, np.int8)
+    for i, block in zip(where, numbers[:, 1], strict=True):
+        if 0 < i < len(want):
+            want[i] = block
+    scatter = partial(scatter_blocks, layer=1)
+    same_bits(run(implementation, scatter, cache, ids(*where), packed), want)
+
+
 @pytest.mark.parametrize("implementation", [XLA, NUMBA, V6E], ids=str)
 def test_chosen_blocks_are_scattered(implementation: Implementation) -> None:
     cache, packed = cache_of(42), jnp.stack([-cache_of(9), cache_of(10)[1:] * 2], axis=1)

@@ -217,45 +217,6 @@ def test_loads_use_the_same_memory_again(
     assert num_loads >= 8 and 1 <= len(used) <= num_loads // 8 + 1
 
 
-def test_a_device_that_is_the_host_copies_from_where_blocks_lie(
-    engine: Engine, cold, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = engine._runner.tiers
-    assert found is not None and found._lender is not None
-    host = found._lender._tier
-    monkeypatch.setattr(found, "_load", None)  # nobody reads
-    one(engine, prompt(0))
-    evict(engine)
-    bits = kept(engine, prompt(0))
-    before = host.stats()
-    answer = one(engine, prompt(0))
-    assert (answer.num_cached_tokens, answer.token_ids) == (96, cold(prompt(0)).token_ids)
-    assert len(bits) == 0 and len(kept(engine, prompt(0))) == 12
-    assert host.stats().hits - before.hits == 12
-    assert not host._lent and not found._lender._copying
-
-
-def test_a_block_that_goes_before_it_is_copied_is_computed(
-    engine: Engine, cold, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one(engine, prompt(0))
-    evict(engine)
-    found = engine._runner.tiers
-    assert found is not None and found._lender is not None
-    host, lend = found._lender._tier, found._lender._tier.lend
-
-    def forget_some(keys, tokens):
-        # As if others had taken the place of the fourth meanwhile.
-        host._free.append(host._slots.pop(keys[3]))
-        return lend(keys, tokens)
-
-    monkeypatch.setattr(host, "lend", forget_some)
-    answer = one(engine, prompt(0))
-    assert (answer.num_cached_tokens, answer.token_ids) == (24, cold(prompt(0)).token_ids)
-    assert not host._lent
-    engine.check_invariants()
-
-
 def test_no_tier_serves_across_salts(engine: Engine) -> None:
     def run(salt: str) -> int:
         (answer,) = engine.collect([engine.add_request(prompt(0), GREEDY, cache_salt=salt)])
