@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import miss_penalty
+import miss_penalty_report
 import pytest
 
 from .valkey_server import PROGRAM, ValkeyServer
@@ -49,7 +50,9 @@ def test_every_state_is_measured_equal_and_predicted(
     bad = copy.deepcopy(rows)
     bad[0]["equal"] = False
     bad[-1]["seconds"] = dict.fromkeys(bad[-1]["seconds"], 1.0)
+    bad[-1]["seconds"]["host"] = 2.0
     bad[-1]["predicted"] = dict.fromkeys(bad[-1]["predicted"], 2.0)
-    told = "\n".join(miss_penalty.missed(bad))
-    for words in ("32: answers differ", "host takes 1.0", "hit takes 1.0", "128 miss: predicted"):
+    told = "\n".join(miss_penalty_report.missed(bad))
+    faults = ("32: answers differ", "host takes 2.0", "hit takes 1.0", "128 miss: predicted")
+    for words in (*faults, "of its floor"):
         assert words in told
