@@ -45,8 +45,8 @@ def scatter(what: str, old: str, new: str) -> Mutant:
 NUMBA_MUTANTS = (
     scatter("the first layer's blocks", "+ 8 * words * numbers[0]", "+ 0 * numbers[0]"),
     scatter("blocks of one layer, side by side", "words * blocks[1]", "words"),
-    scatter("the null block is written", "block_id == NULL_BLOCK or not", "not"),
-    scatter("an id outside is followed", "0 <= block_id < record[_NUM_BLOCKS]", "block_id"),
+    scatter("the null block is written", "block_id == NULL_BLOCK", "block_id < 0"),
+    scatter("the last word of odd blocks is left", "in range(words)", "in range(words - 1)"),
     scatter(
         "blocks in their order",
         "np.int64(ids[i]), np.int64(sources[i])",

@@ -32,9 +32,8 @@ from ..xla_threads import (
 TARGET = "octavo.scatter_blocks"
 
 # Words of the record of a call: addresses, sizes, and what is one item.
-_CACHE, _IDS, _SOURCES, _BLOCKS, _COUNT, _NUM_BLOCKS, _NUM_SOURCES = range(OWN, OWN + 7)
-_WORDS, _STRIDE, _PER_ITEM = range(OWN + 7, OWN + 10)
-_RECORD_WORDS = OWN + 10
+_CACHE, _IDS, _SOURCES, _BLOCKS, _COUNT, _WORDS, _STRIDE, _PER_ITEM = range(OWN, OWN + 8)
+_RECORD_WORDS = OWN + 8
 
 _LINE = 64
 _ITEM_BYTES = 1 << 18  # some 20 microseconds
@@ -51,7 +50,6 @@ def _fill_record(record, frame):
     record[_SOURCES] = buffer_of(frame[ARGS], 2)[DATA]
     record[_BLOCKS] = buffer_of(frame[ARGS], 3)[DATA] + 8 * words * numbers[0]
     record[_COUNT] = shape_of(frame[ARGS], 1, 1)[0]
-    record[_NUM_BLOCKS], record[_NUM_SOURCES] = shape_of(frame[RETS], 0, 4)[0], blocks[0]
     record[_WORDS], record[_STRIDE] = words, words * blocks[1]
     record[_PER_ITEM] = max(_ITEM_BYTES // (8 * words), 1)
     return np.int64(numbers[2])
@@ -66,9 +64,7 @@ def _run_item(record, index):
     first = index * record[_PER_ITEM]
     for i in range(first, min(first + record[_PER_ITEM], record[_COUNT])):
         block_id, source = np.int64(ids[i]), np.int64(sources[i])
-        if block_id == NULL_BLOCK or not 0 <= block_id < record[_NUM_BLOCKS]:
-            continue
-        if not 0 <= source < record[_NUM_SOURCES]:
+        if block_id == NULL_BLOCK:
             continue
         old_address = record[_BLOCKS] + 8 * source * record[_STRIDE]
         new_address = record[_CACHE] + 8 * block_id * words
@@ -125,10 +121,10 @@ def _handler_of(digest: int):
 def register() -> str:
     """Make the custom call known to XLA; returns its name.
 
-    Its operands are `kv_cache [P, K, B, ROW]`, `block_ids int32[n]`, of which no two that are in
-    the cache are equal, `sources int32[n]`, `blocks [m, L, K, B, ROW]`, and `(layer, bytes of an
-    element, threads) int32[3]`. Its result is the cache, in the operand's memory; a block must
-    have a multiple of 8 bytes.
+    Its operands are `kv_cache [P, K, B, ROW]`, `block_ids int32[n]`, null or in the cache and then
+    all different, `sources int32[n]`, inside `blocks [m, L, K, B, ROW]` where they count, those
+    blocks, and `(layer, bytes of an element, threads) int32[3]`. Its result is the cache, in the
+    operand's memory; a block must have a multiple of 8 bytes.
     """
     handler = _handler_of(source_digest())
     jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler.ctypes), platform="cpu")
