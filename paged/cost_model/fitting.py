@@ -87,8 +87,10 @@ def fit_hits(costs: CostModel, measured: Sequence[tuple[int, int, float]]) -> Co
     if len({start for start, _, _ in measured}) < 2:
         raise ValueError("hits behind two lengths at least tell what a longer one takes")
     num_bytes = [float(kv_bytes(costs.device_shape, stop)) for _, stop, _ in measured]
-    slope, own = np.polyfit(num_bytes, [seconds for _, _, seconds in measured], 1)
-    if not slope > 0:
+    seconds_of_hits = [seconds for _, _, seconds in measured]
+    slope, own = np.polyfit(num_bytes, seconds_of_hits, 1)
+    # A fit of equal times rounds to a slope of either sign, which is no bandwidth.
+    if not slope * np.ptp(num_bytes) > 1e-6 * max(seconds_of_hits):
         raise ValueError("hits behind longer prefixes took no longer: measure longer ones")
     context = float(1 / slope / costs.machine.peak_memory_bytes)
     efficiency = replace(costs.hardware.efficiency, context=context)
