@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from ..pallas_kernels import NULL_BLOCK
 from .hashing import bucket_of
 from .lanes import after, any_lane
+from .order import order_of
 
 
 @jax.tree_util.register_dataclass
@@ -72,7 +73,7 @@ def insert(buckets: Buckets, block_ids: jax.Array, keys: jax.Array) -> Buckets:
     num_buckets, num_blocks = buckets.head.shape[0], buckets.next.shape[0]
     bucket = jnp.where(block_ids != NULL_BLOCK, bucket_of(keys, num_buckets), num_buckets)
     # Those of one bucket side by side: each is followed by its neighbour, the last by the list.
-    order = jnp.argsort(bucket)
+    order = order_of(bucket, num_buckets + 1)
     ids, bucket = block_ids[order], bucket[order]
     new_list = bucket[1:] != bucket[:-1]
     edge = jnp.ones(1, bool)

@@ -14,6 +14,7 @@ from . import hashing
 from .eviction import remember
 from .index import BlockNames, change_blocks, find_hash, find_named, is_named
 from .lanes import any_lane
+from .order import order_of
 from .pool import BlockPool, give_back
 from .state import CacheState
 from .tables import BlockTables
@@ -79,11 +80,14 @@ def publish(
     live = jnp.arange(size, dtype=jnp.int32) < count
     entries = _entries(filled)
     ok = (count >= 0) & (count <= size) & jnp.all(~live | _is_valid(state, tables, entries, live))
-    ok &= _agree(_blocks(tables, entries.seat, entries.column), entries.num_tokens, live)
+    own = _blocks(tables, entries.seat, entries.column)
+    agree, distinct = _compare(own, entries.num_tokens, live, state.pool.num_blocks)
+    ok &= agree
     debug_check(ok, "publish: an entry is not in its table, or its parent is not indexed")
     live &= ok
     names, twin, sure = _name(state, tables, entries, live)
-    names, twin = _name_one_by_one(state, tables, entries, live & ~sure, names, twin)
+    unsure = live & ~(sure & distinct)
+    names, twin = _name_one_by_one(state, tables, entries, unsure, names, twin)
     state, tables = _index(state, tables, entries, names, twin, live)
     return state, tables, ok
 
@@ -140,11 +144,17 @@ def _is_valid(
     return (own != NULL_BLOCK) & rooted & fits & ~(grows & (state.pool.ref_count[own] > 1))
 
 
-def _agree(blocks: jax.Array, num_tokens: jax.Array, live: jax.Array) -> jax.Array:
-    """Whether live entries `int32[n]` of one block, in tables that share it, are equally long."""
-    blocks, num_tokens = jax.lax.sort((jnp.where(live, blocks, NULL_BLOCK), num_tokens), num_keys=1)
+def _compare(
+    blocks: jax.Array, num_tokens: jax.Array, live: jax.Array, num_blocks: int
+) -> tuple[jax.Array, jax.Array]:
+    """Whether live entries `int32[n]` of one block, in tables that share it, are equally long, and
+    whether there are none such.
+    """
+    blocks = jnp.where(live, blocks, NULL_BLOCK)
+    order = order_of(blocks, num_blocks)
+    blocks, num_tokens = blocks[order], num_tokens[order]
     same = (blocks[1:] == blocks[:-1]) & (blocks[1:] != NULL_BLOCK)
-    return ~jnp.any(same & (num_tokens[1:] != num_tokens[:-1]))
+    return ~jnp.any(same & (num_tokens[1:] != num_tokens[:-1])), ~jnp.any(same)
 
 
 def _name(
@@ -152,8 +162,8 @@ def _name(
 ) -> tuple[BlockNames, jax.Array, jax.Array]:
     """Name entries, and find the blocks `int32[n]` that have these names already.
 
-    The last result says whether all of that is sure: no hash named a block of another name, and no
-    two entries have one hash or one block.
+    The last result says whether all of that is sure, if no two entries have one block: no hash
+    named a block of another name, and no two entries have one hash.
     """
     index = state.index
     own = _blocks(tables, entries.seat, entries.column)
@@ -175,7 +185,7 @@ def _name(
         hash=hashes,
     )
     wrong = live & (twin != NULL_BLOCK) & ~is_named(index, twin, names)
-    sure = ~(jnp.any(wrong) | _repeats(hashes.astype(jnp.int32), live) | _repeats(own, live))
+    sure = ~(jnp.any(wrong) | _repeats(hashes.astype(jnp.int32), live))
     return names, twin, sure
 
 
@@ -248,10 +258,6 @@ def _index(
     more = live & (known < names.num_tokens)
     alone = more & (twin == NULL_BLOCK)
     fold = more & ~alone & (twin != own) & (names.num_tokens == index.block_size)
-    # Once for each block, whichever table it stands in.
-    folded = jnp.sort(jnp.where(fold, own, NULL_BLOCK), descending=True)
-    once = jnp.concatenate([jnp.ones(1, bool), folded[1:] != folded[:-1]])
-    folded = jnp.sort(jnp.where(once, folded, NULL_BLOCK), descending=True)
 
     def chosen(blocks: jax.Array, where: jax.Array) -> jax.Array:
         return jnp.where(where, blocks, NULL_BLOCK)
@@ -269,34 +275,40 @@ def _index(
     pinned = jnp.where(fold & (known > 0), twin, state.pool.num_blocks)
     pins = index.pin_until.at[pinned].max(index.pin_until[own], mode="drop")
     index = replace(index, pin_until=pins)
-    pool, tables = _fold(state.pool, tables, own, chosen(twin, fold), folded)
+    pool, tables = _fold(state.pool, tables, own, chosen(twin, fold))
     return replace(state, pool=pool, index=index, policy=policy), tables
 
 
 def _fold(
-    pool: BlockPool, tables: BlockTables, own: jax.Array, twin: jax.Array, folded: jax.Array
+    pool: BlockPool, tables: BlockTables, own: jax.Array, twin: jax.Array
 ) -> tuple[BlockPool, BlockTables]:
     """Let every table that holds one of `own: int32[n]` hold its `twin` instead, null for none.
 
-    All holders at once: what they share after it is found after the twin from now on. `folded` are
-    the blocks that become free, each once and null ones last.
+    All holders at once: what they share after it is found after the twin from now on.
     """
     fold = twin != NULL_BLOCK
     at = jnp.where(fold, own, pool.num_blocks)
-    holders = pool.ref_count[own]
-    # A block that is folded through several tables counts once.
-    order = jnp.argsort(at)
-    first = jnp.concatenate([jnp.ones(1, bool), at[order][1:] != at[order][:-1]])
-    first = jnp.zeros_like(fold).at[order].set(first)
-    more = jnp.where(fold & first, holders, 0)
+    any_fold = any_lane(jnp.any(fold))
+
+    def first_ones(at: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # Once for each block, whichever table it stands in.
+        order = order_of(at, pool.num_blocks + 1)
+        ranked = at[order]
+        first = jnp.concatenate([jnp.ones(1, bool), ranked[1:] != ranked[:-1]])
+        folded = jnp.where(first & (ranked < pool.num_blocks), ranked, NULL_BLOCK)
+        return jnp.zeros_like(first).at[order].set(first), jnp.sort(folded, descending=True)
+
+    # Nearly always there is none to sort.
+    first, folded = jax.lax.cond(
+        any_fold, first_ones, lambda at: (jnp.zeros_like(fold), jnp.zeros_like(at)), at
+    )
+    more = jnp.where(fold & first, pool.ref_count[own], 0)
 
     def renamed(block_ids: jax.Array) -> jax.Array:
         names = jnp.arange(pool.num_blocks, dtype=jnp.int32).at[at].set(twin, mode="drop")
         return names[block_ids]
 
-    block_ids = jax.lax.cond(
-        any_lane(jnp.any(fold)), renamed, lambda block_ids: block_ids, tables.block_ids
-    )
+    block_ids = jax.lax.cond(any_fold, renamed, lambda block_ids: block_ids, tables.block_ids)
     ref_count = pool.ref_count.at[jnp.where(fold, twin, pool.num_blocks)].add(more, mode="drop")
     pool = replace(pool, ref_count=ref_count.at[at].set(0, mode="drop"))
     return give_back(pool, folded), replace(tables, block_ids=block_ids)
