@@ -8,7 +8,7 @@ copies blocks from where they lie: for that they are lent.
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
@@ -47,7 +47,8 @@ class HostTier:
         self._free = list(range(num_slots))[::-1]
         self.pins = TierPins(num_slots // 2)
         self.max_lent = num_slots // 4
-        self._lent: Counter[int] = Counter()  # times, by slot
+        self._lent = np.zeros(num_slots, np.int32)  # times
+        self._num_lent = 0
         self._orphans: set[int] = set()  # slots that are lent, and otherwise free
         # Held while a slot is copied, so that nobody takes it meanwhile.
         self._lock = threading.Lock()
@@ -71,7 +72,7 @@ class HostTier:
             return self._free.pop()
         self._evictions += 1
         # At most half are pinned and a quarter lent.
-        while (oldest := next(iter(self._slots))) in self.pins or self._slots[oldest] in self._lent:
+        while (oldest := next(iter(self._slots))) in self.pins or self._lent[self._slots[oldest]]:
             self._slots.move_to_end(oldest)
         return self._slots.pop(oldest)
 
@@ -88,7 +89,7 @@ class HostTier:
 
     def can_lend(self, num_blocks: int) -> bool:
         """Whether so many more blocks may be lent now."""
-        return self._lent.total() + num_blocks <= self.max_lent
+        return self._num_lent + num_blocks <= self.max_lent
 
     def lend(self, keys: Sequence[bytes], tokens: np.ndarray) -> list[int]:
         """Slots of a sequence's blocks until one is missing; they stay as they are for now.
@@ -103,19 +104,19 @@ class HostTier:
             if not self.can_lend(len(keys)):
                 return []
             slots = self._find(keys, tokens)
-            self._lent.update(slots)
+            self._lent[slots] += 1
+            self._num_lent += len(slots)
             return slots
 
     def take_back(self, slots: Sequence[int]) -> None:
         """What was lent need not stay any more."""
         with self._lock:
-            self._lent.subtract(slots)
-            for slot in slots:
+            self._lent[slots] -= 1
+            self._num_lent -= len(slots)
+            for slot in self._orphans.intersection(slots):
                 if not self._lent[slot]:
-                    del self._lent[slot]
-                    if slot in self._orphans:
-                        self._orphans.remove(slot)
-                        self._free.append(slot)
+                    self._orphans.remove(slot)
+                    self._free.append(slot)
 
     def _find(self, keys: Sequence[bytes], tokens: np.ndarray) -> list[int]:
         """Slots of a sequence's blocks until one is missing, which is counted."""
@@ -148,7 +149,7 @@ class HostTier:
                 self.pins.clear()
             for key in [key for key in self._slots if key not in self.pins]:
                 slot = self._slots.pop(key)
-                if slot in self._lent:
+                if self._lent[slot]:
                     self._orphans.add(slot)
                 else:
                     self._free.append(slot)

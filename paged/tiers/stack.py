@@ -64,34 +64,27 @@ class TierStack:
 
     def num_held(self, keys: Sequence[bytes]) -> int:
         """How many of a sequence's blocks, from its first, are in some tier."""
-        held = self._num_stored(keys)
-        if held < len(keys) and keys[held] in self._coming:
-            self._saves.join()
-            held += self._num_stored(keys[held:])
-        return held
+        return len(self.nearest(keys))
 
     def nearest(self, keys: Sequence[bytes]) -> list[str]:
         """The nearest tier of each of a sequence's blocks, from its first up to where none is."""
-        keys = keys[: self.num_held(keys)]
+        names = self._nearest_stored(keys)
+        if len(names) < len(keys) and keys[len(names)] in self._coming:
+            self._saves.join()
+            names += self._nearest_stored(keys[len(names) :])
+        return names
+
+    def _nearest_stored(self, keys: Sequence[bytes]) -> list[str]:
         names = [""] * len(keys)
-        left = list(range(len(keys)))
+        left: Sequence[int] = range(len(keys))  # those that no tier so far has
         for tier in self.tiers:
             if left:
-                found = list(map(tier.__contains__, [keys[i] for i in left]))
-                for i in compress(left, found):
+                lacking = [keys[i] for i in left]
+                tier.look_up(lacking)
+                for i in compress(left, map(tier.__contains__, lacking)):
                     names[i] = tier.name
                 left = [i for i in left if not names[i]]
-        # Nothing where one was evicted meanwhile.
         return list(takewhile(bool, names))
-
-    def _num_stored(self, keys: Sequence[bytes]) -> int:
-        left = keys  # those that no tier so far has
-        for tier in self.tiers:
-            if left:
-                tier.look_up(left)
-                found = map(tier.__contains__, left)
-                left = [key for key, there in zip(left, found, strict=True) if not there]
-        return keys.index(left[0]) if left else len(keys)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note that these blocks, a sequence's first ones, were used."""

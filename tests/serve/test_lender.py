@@ -31,7 +31,7 @@ def test_a_device_that_is_the_host_copies_from_where_blocks_lie(
     assert (answer.num_cached_tokens, answer.token_ids) == (96, cold(prompt(0)).token_ids)
     np.testing.assert_array_equal(kept(engine, prompt(0)), bits)
     assert host.stats().hits - before.hits == 12
-    assert not host._lent and not found._lender._copying
+    assert not host._num_lent and not found._lender._copying
 
 
 def test_a_block_that_goes_before_it_is_copied_is_computed(
@@ -51,7 +51,7 @@ def test_a_block_that_goes_before_it_is_copied_is_computed(
     monkeypatch.setattr(host, "lend", forget_some)
     answer = one(engine, prompt(0))
     assert (answer.num_cached_tokens, answer.token_ids) == (24, cold(prompt(0)).token_ids)
-    assert not host._lent
+    assert not host._num_lent
     engine.check_invariants()
 
 
@@ -72,7 +72,7 @@ def test_what_is_lent_is_given_back_whatever_happens(
         request_id = engine.add_request(prompt(0), GREEDY)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
-        assert not host._lent and not found._lender._copying
+        assert not host._num_lent and not found._lender._copying
         monkeypatch.setattr(owner, name, own)
         (answer,) = engine.collect([request_id])
         assert answer.token_ids == cold(prompt(0)).token_ids

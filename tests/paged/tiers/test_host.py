@@ -124,6 +124,7 @@ def test_places_are_never_lost_nor_given_twice():
                 assert bytes(tier.payloads[slot]) == bytes(payload(n))
         used = [*tier._slots.values(), *tier._free, *tier._orphans]
         assert sorted(used) == list(range(13))
+        assert tier._num_lent == tier._lent.sum() == sum(len(slots) for _, slots in lent)
 
 
 def test_a_budget_below_one_block_is_refused():
