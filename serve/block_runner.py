@@ -241,13 +241,15 @@ class BlockRunner:
         spans = runs + [end for end in ends if end[1] < end[2]]
         # Those of one request side by side.
         spans.sort(key=lambda span: seat_of(span[0]))
+        oks = []
         for filled, count in self._filled_blocks(spans):
             num_rows = len(filled.seat)
             self._state, self._tables, ok = self._publish(
                 num_rows, self._state, self._tables, filled, np.int32(count)
             )
-            if not bool(ok):
-                raise paged.InvariantViolation("blocks that have just been filled were refused")
+            oks.append(ok)
+        if not all(map(bool, oks)):
+            raise paged.InvariantViolation("blocks that have just been filled were refused")
         if self.tiers is not None and runs:
             full = [(r, first // size, end // size) for r, first, end in runs]
             self.tiers.save(self._kv_cache, self._tables.block_ids, full)
@@ -278,14 +280,18 @@ class BlockRunner:
             part = jax.tree.map(lambda x, start=start: x[start : start + most], filled)
             yield part, min(total - start, most)
 
-    def put_blocks(self, request: Request, first: int, loaded: Loaded) -> int:
+    def table_row(self, request: Request) -> jax.Array:
+        """A request's blocks `int32[M]` as they are now, for `put_blocks`."""
+        assert self.tiers is not None
+        return self.tiers.row(self._tables.block_ids, request)
+
+    def put_blocks(self, row: jax.Array, first: int, loaded: Loaded) -> int:
         """Overwrite a request's own blocks from column `first` on; see `LowerTiers.put`.
 
         Returns how many.
         """
         assert self.tiers is not None
-        block_ids = self._tables.block_ids
-        self._kv_cache, count = self.tiers.put(self._kv_cache, block_ids, request, first, loaded)
+        self._kv_cache, count = self.tiers.put(self._kv_cache, row, first, loaded)
         return count
 
     def keep(self, request: Request, hold: Hold) -> None:

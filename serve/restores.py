@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 
+import jax
+
 from .loads import Load, Restore, Watch
 from .request import Request
 from .restore_choice import RestoreChoice
@@ -141,12 +143,13 @@ class Restores:
 
     def _put_what_is_read(self, restoring: Sequence[Request], *, idle: bool) -> None:
         until = time.perf_counter() + self._slice_s
+        rows: dict[Request, jax.Array] = {}
         self._read_ahead(restoring)
         while restoring:
             ready = [request for request in restoring if _is_ready(request)]
             for request in ready:
                 try:
-                    self._take(request)
+                    self._take(request, rows)
                 except BaseException:
                     # An interrupt, perhaps before the blocks were there: those that follow them
                     # are of no use.
@@ -189,8 +192,8 @@ class Restores:
                 restore.next = end
                 self._num_loads += 1
 
-    def _take(self, request: Request) -> None:
-        """Put the next batch in place, if there is one."""
+    def _take(self, request: Request, rows: dict[Request, jax.Array]) -> None:
+        """Put the next batch in place, if there is one; `rows` are requests' tables."""
         restore = request.restore
         assert restore is not None
         if not restore.loads:
@@ -204,7 +207,9 @@ class Restores:
         restore.loads.popleft()
         self._num_loads -= 1
         if loaded is not None and loaded.count:
-            count = self._runner.put_blocks(request, load.first, loaded)
+            if request not in rows:
+                rows[request] = self._runner.table_row(request)
+            count = self._runner.put_blocks(rows[request], load.first, loaded)
             restore.ready = load.first + count
         restore.is_over = restore.ready < load.end or load.end == len(restore.keys)
 

@@ -64,11 +64,13 @@ class LowerTiers:
         self._salt = b""
         self._staging = Staging.of(device)
         self._buffers = LoadBuffers((self.batch_blocks, *self._block_shape), self._dtype)
+        # One that outlives what is done to the tables, so that this need not wait for copies.
+        self._row = Program("row", row_of, donate=())
         self._pack = Program("pack", pack, donate=(), settings=self._staging)
         self._unpack = Program("unpack", unpack, donate=(0,), settings=self._staging)
         self._fetch = Program("fetch", fetch, donate=(0,))
         self._lender = Lender.of(self.stack, self._staging, self._dtype, self._block_shape)
-        self.programs = (self._pack, self._unpack, self._fetch)
+        self.programs = (self._row, self._pack, self._unpack, self._fetch)
         self._loader = ThreadPoolExecutor(_LOADERS, "octavo-tier-loader")
         self._closed = False
 
@@ -163,23 +165,25 @@ class LowerTiers:
         count = len(self.stack.load(keys, tokens, rows))
         return Loaded(count=count, blocks=self._staging.staged(blocks), buffer=buffer)
 
-    def put(
-        self,
-        kv_cache: KVCache,
-        block_ids: jax.Array,
-        request: Request,
-        first: int,
-        loaded: Loaded,
-    ) -> tuple[KVCache, int]:
-        """The cache with what was loaded in a request's table, and how many blocks that is.
+    def row(self, block_ids: jax.Array, request: Request) -> jax.Array:
+        """A request's row `int32[M]` of the tables `int32[S, M]`, as it is now."""
+        return self._row(1, block_ids, np.int32(seat_of(request)))
 
-        It goes to the columns from `first` on, which must be the request's own.
+    def put(
+        self, kv_cache: KVCache, row: jax.Array, first: int, loaded: Loaded
+    ) -> tuple[KVCache, int]:
+        """The cache with what was loaded in it, and how many blocks that is.
+
+        Args:
+            kv_cache: where it goes.
+            row: `int32[M]`, a request's; the blocks from column `first` on must be its own.
+            first: the first block's column.
+            loaded: what `load` gave.
         """
-        where = np.int32(seat_of(request)), np.int32(first)
         if loaded.buffer is not None:
             size, count = len(loaded.blocks), loaded.count
-            args = *where, np.int32(count), loaded.blocks
-            kv_cache, copied = self._unpack(size, kv_cache, block_ids, *args)
+            args = np.int32(first), np.int32(count), loaded.blocks
+            kv_cache, copied = self._unpack(size, kv_cache, row, *args)
             self._buffers.give_back(loaded.buffer, copied)
             return kv_cache, count
 
@@ -189,8 +193,8 @@ class LowerTiers:
             size = bucket_for(len(slots), self._sizes)
             padded = np.full(size, -1, np.int32)
             padded[: len(slots)] = slots
-            args = *where, self._lender.memory, padded
-            kv_cache, copied = self._fetch(size, kv_cache, block_ids, *args)
+            args = np.int32(first), self._lender.memory, padded
+            kv_cache, copied = self._fetch(size, kv_cache, row, *args)
             return copied
 
         assert self._lender is not None and loaded.tokens is not None
@@ -212,30 +216,28 @@ class LowerTiers:
         self, kv_cache: KVCache, block_ids: jax.Array
     ) -> list[tuple[str, Callable[[], object]]]:
         """The programs by name, with calls that compile them."""
-        number = np.int32(0)
-        warmups: list[tuple[str, Callable[[], object]]] = []
+        number, row = np.int32(0), jax.ShapeDtypeStruct(block_ids.shape[1:], block_ids.dtype)
+        calls: list[tuple[str, Program, int, tuple[object, ...]]] = [
+            (self._row.name, self._row, 1, (block_ids, number))
+        ]
         for size in reversed(self._sizes):
             some = np.zeros(size, np.int32)
             blocks = self._staging.like((size, *self._block_shape), self._dtype)
-            calls = (
-                (self._pack, (some, some, number)),
-                (self._unpack, (number, number, number, blocks)),
-                *self._fetch_call(some),
-            )
-            warmups += [
-                (
-                    f"{program.name} of {size} blocks",
-                    partial(program.compile, size, kv_cache, block_ids, *args),
-                )
-                for program, args in calls
+            programs = [
+                (self._pack, (block_ids, some, some, number)),
+                (self._unpack, (row, number, number, blocks)),
             ]
-        return warmups
-
-    def _fetch_call(self, slots: np.ndarray) -> Iterator[tuple[Program, tuple[object, ...]]]:
-        if self._lender is not None:
-            memory = self._lender.memory
-            like = jax.ShapeDtypeStruct(memory.shape, memory.dtype)
-            yield self._fetch, (np.int32(0), np.int32(0), like, slots)
+            if self._lender is not None:
+                memory = self._lender.memory
+                like = jax.ShapeDtypeStruct(memory.shape, memory.dtype)
+                programs.append((self._fetch, (row, number, like, some)))
+            calls += [
+                (f"{program.name} of {size} blocks", program, size, (kv_cache, *args))
+                for program, args in programs
+            ]
+        return [
+            (name, partial(program.compile, size, *args)) for name, program, size, args in calls
+        ]
 
 
 def _done(loaded: Loaded) -> Future[Loaded]:
@@ -271,11 +273,15 @@ def pack(
     return staging.out(jnp.stack([gather_blocks(layer, ids) for layer in kv_cache], axis=1))
 
 
+def row_of(block_ids: jax.Array, seat: jax.Array) -> jax.Array:
+    """One row of the tables."""
+    return block_ids[seat]
+
+
 def unpack(
     staging: Staging,
     kv_cache: KVCache,
-    block_ids: jax.Array,
-    seat: jax.Array,
+    row: jax.Array,
     first: jax.Array,
     count: jax.Array,
     blocks: jax.Array,
@@ -284,9 +290,7 @@ def unpack(
 
     Returns the cache, and a number that is there when all has been copied.
     """
-    place = jnp.arange(blocks.shape[0], dtype=jnp.int32)
-    column = jnp.minimum(first + place, block_ids.shape[1] - 1)
-    ids = jnp.where(place < count, block_ids[seat, column], NULL_BLOCK)
+    ids = _ids_at(row, first, jnp.arange(blocks.shape[0]) < count)
     blocks = staging.into(blocks)
     layers = enumerate(kv_cache)
     kv_cache = tuple(scatter_blocks(layer, ids, blocks, layer=i) for i, layer in layers)
@@ -294,22 +298,22 @@ def unpack(
 
 
 def fetch(
-    kv_cache: KVCache,
-    block_ids: jax.Array,
-    seat: jax.Array,
-    first: jax.Array,
-    memory: jax.Array,
-    slots: jax.Array,
+    kv_cache: KVCache, row: jax.Array, first: jax.Array, memory: jax.Array, slots: jax.Array
 ) -> tuple[KVCache, jax.Array]:
     """Put blocks of `memory: [m, L, K, B, ROW]` into a row's columns from `first` on.
 
     `slots: int32[n]` says which; negative ones are padding. Returns the cache, and a number that is
     there when all has been copied.
     """
-    column = jnp.minimum(first + jnp.arange(slots.shape[0]), block_ids.shape[1] - 1)
-    ids = jnp.where(slots >= 0, block_ids[seat, column], NULL_BLOCK)
+    ids = _ids_at(row, first, slots >= 0)
     layers = enumerate(kv_cache)
     kv_cache = tuple(
         scatter_blocks(layer, ids, memory, layer=i, sources=slots) for i, layer in layers
     )
     return kv_cache, first + 0
+
+
+def _ids_at(row: jax.Array, first: jax.Array, live: jax.Array) -> jax.Array:
+    """Blocks in a row's columns from `first` on, null where `live: bool[n]` is not."""
+    column = first + jnp.arange(live.shape[0], dtype=jnp.int32)
+    return jnp.where(live, row[jnp.minimum(column, row.shape[0] - 1)], NULL_BLOCK)
