@@ -42,7 +42,7 @@ class Lender:
 
     def has(self, keys: Sequence[bytes]) -> bool:
         """Whether these blocks, as far as is known, are all here and can be lent."""
-        return len(keys) <= self._tier.max_lent and all(key in self._tier for key in keys)
+        return len(keys) <= self._tier.max_lent and all(map(self._tier.__contains__, keys))
 
     def lend(
         self, keys: Sequence[bytes], tokens: np.ndarray, copy_fn: Callable[[list[int]], jax.Array]

@@ -45,6 +45,7 @@ class Restore:
 
     Attributes:
         keys: of its blocks, up to the last one that comes from there.
+        used: keys of its blocks up to the last one that a tier has, until that is told it.
         start_token: where its first one begins; those before it are computed.
         next: column of the first one that nobody reads yet.
         ready: column up to which they are in place.
@@ -55,6 +56,7 @@ class Restore:
     """
 
     keys: Sequence[bytes]
+    used: Sequence[bytes]
     start_token: int
     next: int
     ready: int

@@ -75,10 +75,11 @@ class Restores:
         first, end = request.num_computed // size, (request.num_tokens - 1) // size
         keys = tiers.keys_of(request, end)[:end]
         found = tiers.stack.nearest(keys[first:])
-        tiers.stack.touch(keys[: first + len(found)])
         if is_first:
             self._count["external_query_tokens"] += (end - first) * size
+        used = keys[: first + len(found)]
         if not found:
+            tiers.stack.touch(used)
             return
         start, stop, watch = self.choice.choose(first * size, found, may_split=may_split)
         start, stop = first + start, first + stop
@@ -87,6 +88,7 @@ class Restores:
         if start < stop:
             request.restore = Restore(
                 keys=keys[:stop],
+                used=used,
                 start_token=start * size,
                 next=start,
                 ready=start,
@@ -94,6 +96,8 @@ class Restores:
                 watch=watch,
             )
             self._read_ahead([request])
+        else:
+            tiers.stack.touch(used)
 
     def end(self, request: Request) -> None:
         """Give up what a request has not got yet, if anything."""
@@ -185,11 +189,12 @@ class Restores:
                 and restore.next < len(restore.keys)
                 and (not restore.loads or self._num_loads < _MAX_LOADS)
             ):
-                first, end = restore.next, min(restore.next + tiers.batch_blocks, len(restore.keys))
-                tokens = request.tokens[first * size : end * size].reshape(end - first, size)
-                future = tiers.load(restore.keys[first:end], tokens)
-                restore.loads.append(Load(first=first, end=end, future=future))
-                restore.next = end
+                first = restore.next
+                keys = restore.keys[first : first + tiers.most_blocks]
+                tokens = request.tokens[first * size :][: len(keys) * size].reshape(-1, size)
+                count, future = tiers.load(keys, tokens)
+                restore.next = first + count
+                restore.loads.append(Load(first=first, end=restore.next, future=future))
                 self._num_loads += 1
 
     def _take(self, request: Request, rows: dict[Request, jax.Array]) -> None:
@@ -218,6 +223,9 @@ class Restores:
         restore = request.restore
         if restore is None or not request.waits_for_blocks:
             return
+        if restore.used and self._runner.tiers is not None:
+            self._runner.tiers.stack.touch(restore.used)
+            restore.used = ()
         gained = restore.ready * self._block_size - request.num_computed
         if gained > 0:
             request.num_computed += gained

@@ -28,6 +28,7 @@ from .staging import LoadBuffers, Loaded, Staging
 # What one transfer moves at most: enough to be worth a dispatch, little enough to lie about.
 _BATCH_BYTES = 1 << 26
 _BATCH_BLOCKS = 128
+_LENT_BLOCKS = 1024  # nobody reads these first, so they come at once
 _LOADERS = 2
 
 
@@ -39,7 +40,8 @@ class LowerTiers:
 
     Attributes:
         stack: the tiers.
-        batch_blocks: blocks of one transfer at most.
+        batch_blocks: blocks that are read or saved at a time at most.
+        most_blocks: blocks of one `load` at most.
 
     Raises:
         ValueError: a budget holds no block, or a URL is none.
@@ -52,9 +54,11 @@ class LowerTiers:
         self._dtype, self._block_size = layout.dtype, config.block_size
         block_bytes = prod(self._block_shape) * layout.dtype.itemsize
         self.stack = TierStack(_tiers(config, block_bytes), block_bytes)
-        most = max(min(_BATCH_BYTES // block_bytes, _BATCH_BLOCKS), 1)
-        self.batch_blocks = 1 << (most.bit_length() - 1)
+        most = max(_BATCH_BYTES // block_bytes, 1)
+        self.most_blocks = 1 << (min(most, _LENT_BLOCKS).bit_length() - 1)
+        self.batch_blocks = min(self.most_blocks, _BATCH_BLOCKS)
         self._sizes = tuple(sorted({max(self.batch_blocks // 8, 1), self.batch_blocks}))
+        self._lent_sizes = tuple(sorted({*self._sizes, self.most_blocks}))
         device = jax.devices()[0]
         # Keys and values of other machines or programs are as good, but not the same bits.
         self._payload = (
@@ -145,18 +149,23 @@ class LowerTiers:
                     seen.add(key)
                     yield request, column, key
 
-    def load(self, keys: Sequence[bytes], tokens: np.ndarray) -> Future[Loaded]:
-        """Read blocks for `put`, as far as they are there.
+    def load(self, keys: Sequence[bytes], tokens: np.ndarray) -> tuple[int, Future[Loaded]]:
+        """Read the first of some blocks for `put`, as far as they are there.
 
         Args:
-            keys: of at most `batch_blocks` blocks that follow one another.
+            keys: of blocks that follow one another.
             tokens: `int32[n, B]`.
+
+        Returns:
+            of how many keys it is, and what was read.
         """
         if self._closed:
-            return _done(Loaded(count=0))
-        if self._lender is not None and self._lender.has(keys):
-            return _done(Loaded(count=len(keys), keys=keys, tokens=tokens))
-        return self._loader.submit(self._load, keys, tokens)
+            return len(keys), _done(Loaded(count=0))
+        for most in (self.most_blocks, self.batch_blocks):
+            some = keys[:most]
+            if self._lender is not None and self._lender.has(some):
+                return len(some), _done(Loaded(count=len(some), keys=some, tokens=tokens[:most]))
+        return len(some), self._loader.submit(self._load, some, tokens[: len(some)])
 
     def _load(self, keys: Sequence[bytes], tokens: np.ndarray) -> Loaded:
         buffer = self._buffers.take()
@@ -190,7 +199,7 @@ class LowerTiers:
         def copy_from(slots: list[int]) -> jax.Array:
             nonlocal kv_cache
             assert self._lender is not None
-            size = bucket_for(len(slots), self._sizes)
+            size = bucket_for(len(slots), self._lent_sizes)
             padded = np.full(size, -1, np.int32)
             padded[: len(slots)] = slots
             args = np.int32(first), self._lender.memory, padded
@@ -220,13 +229,15 @@ class LowerTiers:
         calls: list[tuple[str, Program, int, tuple[object, ...]]] = [
             (self._row.name, self._row, 1, (block_ids, number))
         ]
-        for size in reversed(self._sizes):
+        for size in reversed(self._lent_sizes):
             some = np.zeros(size, np.int32)
-            blocks = self._staging.like((size, *self._block_shape), self._dtype)
-            programs = [
-                (self._pack, (block_ids, some, some, number)),
-                (self._unpack, (row, number, number, blocks)),
-            ]
+            programs: list[tuple[Program, tuple[object, ...]]] = []
+            if size in self._sizes:
+                blocks = self._staging.like((size, *self._block_shape), self._dtype)
+                programs += [
+                    (self._pack, (block_ids, some, some, number)),
+                    (self._unpack, (row, number, number, blocks)),
+                ]
             if self._lender is not None:
                 memory = self._lender.memory
                 like = jax.ShapeDtypeStruct(memory.shape, memory.dtype)

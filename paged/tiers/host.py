@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import takewhile
 
 import numpy as np
 
@@ -120,14 +121,9 @@ class HostTier:
 
     def _find(self, keys: Sequence[bytes], tokens: np.ndarray) -> list[int]:
         """Slots of a sequence's blocks until one is missing, which is counted."""
-        slots: list[int] = []
-        for key in keys:
-            slot = self._slots.get(key)
-            if slot is None:
-                break
-            slots.append(slot)
-        differ = (self._tokens[slots] != tokens[: len(slots)]).any(axis=1)
-        slots = slots[: int(differ.argmax())] if differ.any() else slots
+        slots = [self._slots[key] for key in takewhile(self._slots.__contains__, keys)]
+        differ = self._tokens[slots] != tokens[: len(slots)]
+        slots = slots[: int(differ.any(axis=1).argmax())] if differ.any() else slots
         self._hits += len(slots)
         self._misses += len(slots) < len(keys)
         return slots

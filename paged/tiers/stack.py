@@ -79,9 +79,12 @@ class TierStack:
         left: Sequence[int] = range(len(keys))  # those that no tier so far has
         for tier in self.tiers:
             if left:
-                lacking = [keys[i] for i in left]
+                lacking = keys if len(left) == len(keys) else [keys[i] for i in left]
                 tier.look_up(lacking)
-                for i in compress(left, map(tier.__contains__, lacking)):
+                held = list(map(tier.__contains__, lacking))
+                if all(held) and lacking is keys:
+                    return [tier.name] * len(keys)
+                for i in compress(left, held):
                     names[i] = tier.name
                 left = [i for i in left if not names[i]]
         return list(takewhile(bool, names))

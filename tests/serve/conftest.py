@@ -120,6 +120,7 @@ def shared_tiers(tiny: LoadedModel, tmp_path_factory: pytest.TempPathFactory) ->
     """An engine with host memory and a disk below it."""
     patch = pytest.MonkeyPatch()
     patch.setattr(tiers, "_BATCH_BLOCKS", 4)  # so that a prompt is several batches
+    patch.setattr(tiers, "_LENT_BLOCKS", 8)
     engine = tiered(tiny, host=200, disk=tmp_path_factory.mktemp("blocks"))
     patch.undo()
     yield engine

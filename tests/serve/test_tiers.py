@@ -349,7 +349,7 @@ def test_samples_and_beams_come_back_and_are_what_they_are_without_tiers(
 def test_all_programs_are_compiled_ahead(tiny: LoadedModel) -> None:
     engine = tiered(tiny, host=100)
     count = engine.warmup()
-    assert count == engine.num_programs == 2 + 3 + 10 + 8
+    assert count == engine.num_programs == 2 + 3 + 10 + 9
     one(engine, prompt(0))
     evict(engine)
     assert one(engine, prompt(0)).num_cached_tokens == 96
