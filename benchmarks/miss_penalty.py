@@ -143,6 +143,7 @@ class Bench:
                 self._forget_pages()
             engine = self.new_engine(**(self._disk() if mode == "disk" else self._far()))
             try:
+                engine.warmup()
                 yield engine
             finally:
                 engine.close()
