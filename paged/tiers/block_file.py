@@ -44,14 +44,17 @@ def read_block(path: Path, key: bytes, tokens: np.ndarray, out: np.ndarray) -> N
         # The size first: what is read below then has a bound.
         check_size(os.fstat(file.fileno()).st_size, tokens, out)
         header, stored = bytearray(HEADER_BYTES), bytearray(4 * len(tokens))
-        for part in (memoryview(header), memoryview(stored), out.data):
-            _fill(file, part)
+        _fill(file.fileno(), [memoryview(header), memoryview(stored), out.data])
     check(header, stored, out.data, key, tokens)
 
 
-def _fill(file, view: memoryview) -> None:
-    while view:
-        count = file.readinto(view)
+def _fill(descriptor: int, views: list[memoryview]) -> None:
+    # All in one call, so that the system fetches the file in one piece.
+    while views:
+        count = os.readv(descriptor, views)
         if not count:
             raise BadBlock("it became shorter while it was read")
-        view = view[count:]
+        while views and count >= len(views[0]):
+            count -= len(views.pop(0))
+        if views:
+            views[0] = views[0][count:]
