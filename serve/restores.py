@@ -83,6 +83,9 @@ class Restores:
             return
         start, stop, watch = self.choice.choose(first * size, found, may_split=may_split)
         start, stop = first + start, first + stop
+        if not first == start < stop:
+            tiers.stack.touch(used)
+            used = []  # what is waited for at once is told while it is copied
         if start == stop or stop * size < watch.stop_token:
             self._watched.append((request, watch))
         if start < stop:
@@ -96,8 +99,6 @@ class Restores:
                 watch=watch,
             )
             self._read_ahead([request])
-        else:
-            tiers.stack.touch(used)
 
     def end(self, request: Request) -> None:
         """Give up what a request has not got yet, if anything."""

@@ -160,6 +160,30 @@ def test_the_head_is_computed_while_the_tail_is_read(engine: Engine, cold: Compl
     assert (again.num_cached_tokens, again.token_ids) == (99, cold.token_ids)
 
 
+@pytest.mark.parametrize("how", ["hit", "restore", "recompute", "split"])
+def test_what_is_used_is_evicted_last_from_the_first_step_on(engine: Engine, how: str) -> None:
+    disk = stack_of(engine).tiers[1]
+    one(engine, prompt(3, 40))
+    if how == "hit":
+        one(engine, prompt(0))
+        one(engine, prompt(4, 40))
+    else:
+        evict(engine)
+    if how == "split":
+        split(engine)
+    elif how != "hit":
+        decide(engine, link=1e15 if how == "restore" else 1.0, disk=1.0)
+    engine.add_request(prompt(0), GREEDY)
+    stack_of(engine).flush()
+    before = list(disk._files)
+    engine.step()
+    (request,) = engine._scheduler.running
+    used = request.block_keys[:12]
+    assert before[-1] not in used and list(disk._files)[-12:] == used[::-1]
+    while engine.num_unfinished:
+        engine.step()
+
+
 def test_a_tail_that_is_gone_when_it_is_read_is_computed(engine: Engine, cold: Completion) -> None:
     choice, before = split(engine), engine.stats()
     for path in Path(engine.config.disk_cache_dir).iterdir():
