@@ -157,6 +157,33 @@ def test_every_single_flipped_bit_is_found_out(new_tier, tmp_path, caplog):
             block_file.read_block(path, key(1), tokens(1), out)
 
 
+@pytest.mark.parametrize("most", [1, 7, 100])
+def test_a_file_that_comes_in_pieces_is_put_together(new_tier, monkeypatch, most):
+    tier, all_at_once = new_tier(), os.readv
+    put(tier, 1)
+    tier.flush()
+
+    def some(descriptor, views):
+        return all_at_once(descriptor, [views[0][:most]])
+
+    monkeypatch.setattr(os, "readv", some)
+    assert held(tier, 1) == [1]
+
+
+def test_a_file_that_ends_while_it_is_read_is_a_miss(new_tier, tmp_path, monkeypatch, caplog):
+    tier, all_at_once = new_tier(), os.readv
+    put(tier, 1)
+    tier.flush()
+
+    def cut_off(descriptor, views):
+        os.truncate(path_of(tmp_path, 1), 10)
+        return all_at_once(descriptor, views)
+
+    monkeypatch.setattr(os, "readv", cut_off)
+    assert held(tier, 1) == []
+    assert "became shorter" in caplog.text
+
+
 def test_another_blocks_file_under_this_name_is_a_miss(new_tier, tmp_path, caplog):
     """Of another model, say, with the same tokens: its key says so."""
     tier = new_tier()
