@@ -11,6 +11,7 @@ import pytest
 
 from octavo.models import LoadedModel
 from octavo.paged.cost_model import HARDWARE, CostModel, fit_restore
+from octavo.paged.tiers import DiskTier
 from octavo.serve import BeamSearchParams, Completion, Engine, SamplingParams
 from octavo.serve.metrics import ServerMetrics
 from octavo.serve.model_shape import shape_of
@@ -163,6 +164,7 @@ def test_the_head_is_computed_while_the_tail_is_read(engine: Engine, cold: Compl
 @pytest.mark.parametrize("how", ["hit", "restore", "recompute", "split"])
 def test_what_is_used_is_evicted_last_from_the_first_step_on(engine: Engine, how: str) -> None:
     disk = stack_of(engine).tiers[1]
+    assert isinstance(disk, DiskTier)
     one(engine, prompt(3, 40))
     if how == "hit":
         one(engine, prompt(0))
