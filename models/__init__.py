@@ -4,6 +4,7 @@ from .chat import ChatTemplate as ChatTemplate
 from .chat import ChatTemplateError as ChatTemplateError
 from .config import LlamaConfig as LlamaConfig
 from .config import RopeScaling as RopeScaling
+from .llama import HiddenStates as HiddenStates
 from .llama import Llama as Llama
 from .loading import LoadedModel as LoadedModel
 from .loading import load_model as load_model
@@ -15,6 +16,7 @@ from .tokenizer import Tokenizer as Tokenizer
 __all__ = [
     "ChatTemplate",
     "ChatTemplateError",
+    "HiddenStates",
     "Llama",
     "LlamaConfig",
     "LoadedModel",

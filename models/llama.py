@@ -8,6 +8,7 @@ product and tensor parallelism cuts along K and F.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -70,23 +71,23 @@ class LlamaLayer(nnx.Module):
 
         Without cache and batch, `x` is one whole sequence.
         """
-        attended, kv_cache = self._attention(x, angles, kv_cache, batch, lora)
-        x = x + attended
-        return x + self._mlp(x, batch, lora), kv_cache
+        attended, kv_cache = self.attend(x, angles, kv_cache, batch, lora)
+        return self.finish(x, attended, lora, **_products(batch)), kv_cache
 
-    def _attention(
+    def attend(
         self,
         x: jax.Array,
         angles: tuple[jax.Array, jax.Array],
         kv_cache: jax.Array | None,
         batch: PagedBatch | None,
-        lora: LayerLora | None,
+        lora: LayerLora | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
+        """The part that looks at other tokens; returns what the heads found, `[T, K*G*H]`."""
         config = self.config
         invariant = batch is not None and batch.batch_invariant
         norm = partial(rms_norm, eps=config.rms_norm_eps, batch_invariant=invariant)
         normed = norm(x, self.attn_norm[...])
-        qkv = _linear(normed, self.qkv.get_value(), self.qkv_bias, batch)
+        qkv = _linear(normed, self.qkv.get_value(), self.qkv_bias, **_products(batch))
         q = qkv[:, :, :-2].reshape(x.shape[0], config.num_heads, config.head_size)
         q, k, v = add_lora(lora, "qkv", normed, (q, qkv[:, :, -2], qkv[:, :, -1]), invariant)
         if self.q_norm is not None and self.k_norm is not None:
@@ -98,21 +99,63 @@ class LlamaLayer(nnx.Module):
             out = jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=near)
         else:
             out, kv_cache = cached_attention(q, k, v, kv_cache, batch, sliding_window=window)
-        out = out.reshape(x.shape[0], -1)
-        projected = _linear(out, self.out.get_value(), self.out_bias, batch, contracted=3)
-        (attended,) = add_lora(lora, "out", out, (projected,), invariant)
-        return attended, kv_cache
+        return out.reshape(x.shape[0], -1), kv_cache
 
-    def _mlp(self, x: jax.Array, batch: PagedBatch | None, lora: LayerLora | None) -> jax.Array:
-        invariant = batch is not None and batch.batch_invariant
+    def finish(
+        self,
+        x: jax.Array,
+        attended: jax.Array,
+        lora: LayerLora | None,
+        *,
+        batch_invariant: bool,
+        implementation: str | None,
+    ) -> jax.Array:
+        """The rest, of each token on its own, from what the heads found; returns `[T, D]`."""
+
+        def product(name: str, x: jax.Array, contracted: int = 1) -> jax.Array:
+            weight, bias = getattr(self, name).get_value(), getattr(self, f"{name}_bias")
+            return _linear(
+                x,
+                weight,
+                bias,
+                batch_invariant=batch_invariant,
+                implementation=implementation,
+                contracted=contracted,
+            )
+
+        def adapted(name: str, x: jax.Array, *outputs: jax.Array) -> tuple[jax.Array, ...]:
+            return add_lora(lora, name, x, outputs, batch_invariant)
+
+        (projected,) = adapted("out", attended, product("out", attended, contracted=3))
+        x = x + projected
         eps = self.config.rms_norm_eps
-        normed = rms_norm(x, self.mlp_norm[...], eps, batch_invariant=invariant)
-        gate_up = _linear(normed, self.gate_up.get_value(), self.gate_up_bias, batch)
-        gate, up = add_lora(lora, "gate_up", normed, (gate_up[:, 0], gate_up[:, 1]), invariant)
+        normed = rms_norm(x, self.mlp_norm[...], eps, batch_invariant=batch_invariant)
+        gate_up = product("gate_up", normed)
+        gate, up = adapted("gate_up", normed, gate_up[:, 0], gate_up[:, 1])
         hidden = jax.nn.silu(gate) * up
-        projected = _linear(hidden, self.down.get_value(), self.down_bias, batch)
-        (out,) = add_lora(lora, "down", hidden, (projected,), invariant)
-        return out
+        (down,) = adapted("down", hidden, product("down", hidden))
+        return x + down
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class HiddenStates:
+    """How far tokens have come when no other token matters to them any more.
+
+    The rest of the last layer is left to do, of those tokens whose logits are wanted: index this.
+
+    Attributes:
+        residual: `[T, D]`.
+        attended: `[T, K*G*H]`, what the heads of the last layer found.
+        adapter: `int32[T]` slot of each token's adapter, 0 for none; None without adapters.
+    """
+
+    residual: jax.Array
+    attended: jax.Array
+    adapter: jax.Array | None
+
+    def __getitem__(self, rows: jax.Array | slice) -> HiddenStates:
+        return jax.tree.map(lambda x: x[rows], self)
 
 
 class Llama(nnx.Module):
@@ -169,8 +212,9 @@ class Llama(nnx.Module):
         Returns:
             `(logits float32[R, V], kv_cache)`, logits for the tokens in `batch.logit_rows`.
         """
-        x, kv_cache = self.hidden(tokens, positions, kv_cache, batch, lora)
-        return self.logits(x[batch.logit_rows], batch.batch_invariant), kv_cache
+        hidden, kv_cache = self.hidden(tokens, positions, kv_cache, batch, lora)
+        stack = None if lora is None else lora.stack
+        return self.logits(hidden[batch.logit_rows], stack, batch.batch_invariant), kv_cache
 
     def hidden(
         self,
@@ -179,16 +223,23 @@ class Llama(nnx.Module):
         kv_cache: KVCache,
         batch: PagedBatch,
         lora: LoraBatch | None = None,
-    ) -> tuple[jax.Array, KVCache]:
-        """As a call, but returns what the last layer makes of every token, `[T, D]`."""
+    ) -> tuple[HiddenStates, KVCache]:
+        """As a call, but returns what `logits` needs of every token."""
         x = self._embedded(tokens)
         angles = rope_angles(positions, self.config)
         caches: list[Any] = []
-        for i, (layer, cache) in enumerate(zip(self.layers, kv_cache, strict=True)):
-            own = None if lora is None else (lora.stack[i], lora.tokens)
-            x, cache = _run_layer(*nnx.split(layer), x, angles, cache, batch, own)
+        *earlier, last = (
+            (*nnx.split(layer), None if lora is None else (lora.stack[i], lora.tokens))
+            for i, layer in enumerate(self.layers)
+        )
+        for (graphdef, state, own), cache in zip(earlier, kv_cache[:-1], strict=True):
+            x, cache = _run_layer(graphdef, state, x, angles, cache, batch, own)
             caches.append(cache)
-        return x, tuple(caches)
+        graphdef, state, own = last
+        attended, cache = nnx.merge(graphdef, state).attend(x, angles, kv_cache[-1], batch, own)
+        adapter = None if lora is None else lora.tokens.slot
+        hidden = HiddenStates(residual=x, attended=attended, adapter=adapter)
+        return hidden, (*caches, cache)
 
     def sequence_logits(self, tokens: jax.Array, lora: LoraStack | None = None) -> jax.Array:
         """Logits `float32[T, V]` after each token of one whole sequence, without a cache.
@@ -204,8 +255,20 @@ class Llama(nnx.Module):
             x, _ = _run_layer(*nnx.split(layer), x, angles, None, None, own)
         return self._logits(x, False, "xla")
 
-    def logits(self, x: jax.Array, batch_invariant: bool = False) -> jax.Array:
-        """Logits `float32[R, V]` of hidden states `x: [R, D]`."""
+    def logits(
+        self, hidden: HiddenStates, lora: LoraStack | None = None, batch_invariant: bool = False
+    ) -> jax.Array:
+        """Logits `float32[R, V]` of R tokens' hidden states, with the adapters that they took."""
+        own = None
+        if lora is not None and hidden.adapter is not None:
+            own = lora[-1], LoraBatch.of(lora, hidden.adapter).tokens
+        x = self.layers[-1].finish(
+            hidden.residual,
+            hidden.attended,
+            own,
+            batch_invariant=batch_invariant,
+            implementation=None,
+        )
         return self._logits(x, batch_invariant, None)
 
     def _logits(self, x: jax.Array, batch_invariant: bool, implementation: str | None) -> jax.Array:
@@ -276,12 +339,20 @@ def _run_layer(
     return nnx.merge(graphdef, state)(x, angles, kv_cache, batch, lora)
 
 
+def _products(batch: PagedBatch | None) -> dict[str, Any]:
+    """How products are computed; what has no cache is to have a gradient."""
+    if batch is None:
+        return {"batch_invariant": False, "implementation": "xla"}
+    return {"batch_invariant": batch.batch_invariant, "implementation": None}
+
+
 def _linear(
     x: jax.Array,
     weight: jax.Array | QuantizedWeight | PackedParameter,
     bias: nnx.Param[jax.Array] | None,
-    batch: PagedBatch | None,
     *,
+    batch_invariant: bool,
+    implementation: str | None,
     contracted: int = 1,
 ) -> jax.Array:
     """`x: [T, in]` times a weight whose first `contracted` axes are `in`, as one 2-D product."""
@@ -292,9 +363,6 @@ def _linear(
         out_shape, own, scale = weight.out_shape, weight.words, weight.scale
     else:
         out_shape, own = weight.shape[contracted:], weight.reshape(x.shape[1], -1)
-    invariant = batch is not None and batch.batch_invariant
-    # What has no cache is to have a gradient.
-    kernel = "xla" if batch is None else None
-    y = linear(x, own, scale, batch_invariant=invariant, implementation=kernel)
+    y = linear(x, own, scale, batch_invariant=batch_invariant, implementation=implementation)
     y = y.reshape(x.shape[0], *out_shape)
     return y if bias is None else y + bias[...]

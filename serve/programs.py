@@ -160,7 +160,8 @@ class StepFns:
         model, lora = self._model(weights, of_each_token(rows.adapter))
         batch = replace(batch, batch_invariant=self.deterministic)
         hidden, kv_cache = model.hidden(tokens, position, kv_cache, batch, lora)
-        logits_fn = partial(model.logits, batch_invariant=self.deterministic)
+        stack = None if lora is None else lora.stack
+        logits_fn = partial(model.logits, lora=stack, batch_invariant=self.deterministic)
         following = history.at[of_each_token(rows.seat), position + 1].get(mode="clip")
         scores = score(logits_fn, hidden, following, of_each_token(rows.scored))
         seat, context_len, draws = map(jnp.asarray, (rows.seat, rows.context_len, rows.draws))

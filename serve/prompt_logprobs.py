@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
+from ..models import HiddenStates
 from .logprobs import TokenLogprobs, no_logprobs, report, token_logprobs
 from .request import Request
 
@@ -20,27 +21,27 @@ _CHUNK = 32
 
 
 def score(
-    logits_fn: Callable[[jax.Array], jax.Array],
-    hidden: jax.Array,
+    logits_fn: Callable[[HiddenStates], jax.Array],
+    hidden: HiddenStates,
     following: jax.Array,
     wanted: jax.Array,
 ) -> TokenLogprobs:
     """How likely each token's follower was; zeros where no neighbour in a chunk wants to know.
 
     Args:
-        logits_fn: from hidden states `[n, D]` to logits `float32[n, V]`.
-        hidden: `[T, D]`.
+        logits_fn: from the hidden states of n tokens to logits `float32[n, V]`.
+        hidden: those of T tokens.
         following: `int32[T]` the token after each.
         wanted: `bool[T]`.
     """
-    num_tokens = hidden.shape[0]
+    num_tokens = following.shape[0]
     missing = -num_tokens % _CHUNK
 
     def cut(x: jax.Array) -> jax.Array:
         padded = jnp.pad(x, ((0, missing),) + ((0, 0),) * (x.ndim - 1))
         return padded.reshape(-1, _CHUNK, *x.shape[1:])
 
-    def one(chunk: tuple[jax.Array, jax.Array, jax.Array]) -> TokenLogprobs:
+    def one(chunk: tuple[HiddenStates, jax.Array, jax.Array]) -> TokenLogprobs:
         x, token, asked = chunk
         return jax.lax.cond(
             jnp.any(asked),
@@ -48,7 +49,7 @@ def score(
             lambda: no_logprobs(_CHUNK),
         )
 
-    scores = jax.lax.map(one, (cut(hidden), cut(following), cut(wanted)))
+    scores = jax.lax.map(one, jax.tree.map(cut, (hidden, following, wanted)))
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], scores)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from octavo.models import Llama, LlamaConfig, load_model
+from octavo.models import HiddenStates, Llama, LlamaConfig, load_model
 from octavo.models.loading import fingerprint
 from octavo.models.lora import LoraStack, init_lora
 from octavo.models.packed import PackedParameter
@@ -146,7 +146,11 @@ def test_a_packed_model_is_the_same_model(tied: bool, quantization: str | None) 
     np.testing.assert_allclose(
         logits_of(packed, tokens), logits_of(plain, tokens), rtol=0, atol=atol
     )
-    hidden = jnp.asarray(weight_of(5, CONFIG.hidden_size))
+    hidden = HiddenStates(
+        residual=jnp.asarray(weight_of(5, CONFIG.hidden_size)),
+        attended=jnp.asarray(weight_of(5, CONFIG.num_heads * CONFIG.head_size)),
+        adapter=None,
+    )
     np.testing.assert_allclose(packed.logits(hidden), plain.logits(hidden), atol=1e-5)
 
 
@@ -161,8 +165,11 @@ def test_a_model_in_bfloat16_computes_in_bfloat16_between_its_products() -> None
     embed = half.embed.get_value()
     assert half.dtype == jnp.bfloat16 and isinstance(embed, QuantizedWeight)
     x = embed.outputs(jnp.arange(4)).astype(half.dtype)
-    assert half.layers[0]._mlp(x, None, None).dtype == jnp.bfloat16
-    assert half.logits(x).dtype == jnp.float32
+    attended = jnp.zeros((4, CONFIG.num_heads * CONFIG.head_size), half.dtype)
+    how = {"batch_invariant": False, "implementation": None}
+    assert half.layers[0].finish(x, attended, None, **how).dtype == jnp.bfloat16
+    hidden = HiddenStates(residual=x, attended=attended, adapter=None)
+    assert half.logits(hidden).dtype == jnp.float32
 
 
 def test_an_adapter_can_be_trained_on_top() -> None:
