@@ -181,8 +181,8 @@ NUMBA_MUTANTS = (
     linear("a piece in place of all", "total if is_first else", "total if True else"),
     linear(
         "an input too few",
-        "count = min(_PIECE, inputs - begin)",
-        "count = min(_PIECE, inputs - begin) - 1",
+        "count = min(most, inputs - begin)",
+        "count = min(most, inputs - begin) - 1",
     ),
     linear(
         "the next row's number",

@@ -46,6 +46,11 @@ class _VectorModel(extending.models.PrimitiveModel):
         super().__init__(data_model_manager, vector, ir.VectorType(_FLOAT, vector.width))
 
 
+def _is_address(number: types.Type) -> bool:
+    """Not a float, which what is added to an unsigned number becomes, and which is slow."""
+    return isinstance(number, types.Integer)
+
+
 def _splat(builder, number, width: int, kind: ir.Type = _FLOAT):
     vector = ir.VectorType(kind, width)
     one = builder.insert_element(ir.Constant(vector, ir.Undefined), number, _INT32(0))
@@ -68,7 +73,7 @@ def _call(builder, name: str, *args):
 @intrinsic
 def load(typing_context, address, width):
     """The `width` numbers at an address; `width` is a constant."""
-    if not isinstance(width, types.IntegerLiteral):
+    if not isinstance(width, types.IntegerLiteral) or not _is_address(address):
         return None
     vector = Vector(width.literal_value)
 
@@ -82,7 +87,8 @@ def load(typing_context, address, width):
 @intrinsic
 def load_bytes(typing_context, address, place, width):
     """Signed byte `place` of each of the `width` 4-byte words at an address, as numbers."""
-    if not isinstance(place, types.IntegerLiteral) or not isinstance(width, types.IntegerLiteral):
+    literals = (place, width)
+    if not all(isinstance(x, types.IntegerLiteral) for x in literals) or not _is_address(address):
         return None
     left = 24 - 8 * place.literal_value
 
@@ -99,6 +105,8 @@ def load_bytes(typing_context, address, place, width):
 @intrinsic
 def store(typing_context, address, vector):
     """Write to an address."""
+    if not _is_address(address):
+        return None
 
     def generate(context, builder, signature, args):
         builder.store(args[1], builder.inttoptr(args[0], args[1].type.as_pointer()), align=4)
@@ -189,6 +197,8 @@ def splat(typing_context, number, width):
 @intrinsic
 def add_product(typing_context, total, address, vector):
     """`total` and the product of a vector with the float32 at an address, rounded once."""
+    if not _is_address(address):
+        return None
 
     def generate(context, builder, signature, args):
         number = builder.load(builder.inttoptr(args[1], _FLOAT.as_pointer()))

@@ -121,20 +121,27 @@ def _of_libc(module, kind, name):
     return module.globals.get(name) or ir.Function(module, kind, name)
 
 
-@intrinsic
-def prefetch(typing_context, address):
-    """Fetch the cache line at an address, which need not be mapped."""
-    signature = types.void(types.int64)
+def _prefetch(locality: int):
+    @intrinsic
+    def prefetch(typing_context, address):
+        signature = types.void(types.int64)
 
-    def generate(context, builder, signature, args):
-        place = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
-        word = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [place.type, word, word, word])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [place.type], kind)
-        builder.call(function, [place, word(0), word(3), word(1)])
-        return context.get_dummy_value()
+        def generate(context, builder, signature, args):
+            place = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+            word = ir.IntType(32)
+            kind = ir.FunctionType(ir.VoidType(), [place.type, word, word, word])
+            function = builder.module.declare_intrinsic("llvm.prefetch", [place.type], kind)
+            builder.call(function, [place, word(0), word(locality), word(1)])
+            return context.get_dummy_value()
 
-    return signature, generate
+        return signature, generate
+
+    return prefetch
+
+
+# Fetch the cache line at an address, which need not be mapped, into the innermost cache; or into
+# the next one, for what is used later: many fetches into the innermost make its reads wait.
+prefetch, prefetch_for_later = _prefetch(3), _prefetch(2)
 
 
 @intrinsic

@@ -14,6 +14,7 @@ import functools
 import hashlib
 from pathlib import Path
 
+import numpy as np
 from numba import njit, types
 from numba.np.numpy_support import carray
 
@@ -54,6 +55,12 @@ def source_digest() -> int:
     sources = sorted([*here.glob("*.py"), *here.glob("*/numba_*.py")])
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).digest()
     return int.from_bytes(digest[:7], "little")
+
+
+@compiled()
+def address_of(array):
+    """Where an array begins, signed: Numba makes floats of sums of unsigned and signed numbers."""
+    return np.int64(array.ctypes.data)
 
 
 @compiled()

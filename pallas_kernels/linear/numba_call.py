@@ -1,10 +1,9 @@
 """Products with weights as a custom call of XLA for CPU, compiled by Numba.
 
 A weight lies in panels of as many outputs as a vector has numbers, so that it is read from one end
-to the other. Pieces of a panel, which the innermost cache holds, are unpacked if need be, and
-multiplied with a tile of rows, which the next cache holds, while what follows is fetched. Every
-number of the result is summed up input by input, and piece by piece, so its bits depend neither on
-the other rows nor on threads.
+to the other. Pieces of a panel are unpacked if need be, and multiplied with a tile of rows, which
+the second cache holds, while what follows is fetched. Every number of the result is summed up input
+by input, and piece by piece, so its bits depend neither on the other rows nor on threads.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from ..vectors import add_product, load, load_bytes, splat, store
 from ..xla_ffi import ARGS, DATA, FRAME_WORDS, RETS, callback_of, pointer_to, prefetch
 from ..xla_threads import (
     OWN,
+    address_of,
     answer_question,
     buffer_of,
     compiled,
@@ -39,10 +39,11 @@ TARGET = "octavo.linear"
 _WIDTH = panel_width()
 _LINE = 4 * _WIDTH
 _CACHE_LINE = 64
-# Inputs of a piece: whole groups of an int8 weight.
-_PIECE = 64
+# Inputs of a piece, which every row goes through before the next; of an int8 weight whole groups,
+# as many as the innermost cache holds unpacked.
+_PIECE, _UNPACKED_PIECE = 576, 64
 # How far ahead what is read in one go is fetched.
-_AHEAD = 2 * _PIECE * _LINE
+_AHEAD = 128 * _LINE
 # Of the rows that are multiplied with one panel after the other.
 _TILE_BYTES = 1 << 19
 # Below this a second thread costs more than it helps.
@@ -217,7 +218,7 @@ def _run_item(record, index):
     tile, part = index // parts, index % parts
     first = tile * record[_TILE]
     rows = first, min(record[_TILE], record[_ROWS] - first)
-    own = np.empty((_PIECE + GROUP) * _WIDTH + _CACHE_LINE // 4, np.float32)
+    own = np.empty((_UNPACKED_PIECE + GROUP) * _WIDTH + _CACHE_LINE // 4, np.float32)
     for panel in range(panels * part // parts, panels * (part + 1) // parts):
         _run_panel(record, panel, rows, own)
 
@@ -225,12 +226,14 @@ def _run_item(record, index):
 @compiled()
 def _run_panel(record, panel, rows, own):
     """Compute a panel's outputs for `(first, count)` rows, in memory that the caller keeps."""
-    memory = own.ctypes.data + -own.ctypes.data % _CACHE_LINE
+    memory = address_of(own)
+    memory += -memory % _CACHE_LINE
     inputs = record[_INPUTS]
     first_x = record[_X] + 4 * rows[0] * inputs
     first_out = record[_OUT] + 4 * rows[0] * record[_OUTPUTS] + panel * _LINE
-    for begin in range(0, inputs, _PIECE):
-        count = min(_PIECE, inputs - begin)
+    most = _UNPACKED_PIECE if record[_GROUPS] > 0 else _PIECE
+    for begin in range(0, inputs, most):
+        count = min(most, inputs - begin)
         if record[_GROUPS] > 0 and record[_ROWS] == 1 and count % GROUP == 0:
             _multiply_words(record, panel, first_x + 4 * begin, begin, count, first_out)
             continue

@@ -27,8 +27,8 @@ from ..vectors import (
     sums_of_rows,
     widest,
 )
-from ..xla_ffi import pointer_to, prefetch
-from ..xla_threads import compiled
+from ..xla_ffi import pointer_to, prefetch_for_later
+from ..xla_threads import address_of, compiled
 from .numba_record import (
     COUNT,
     IN_TILES,
@@ -83,7 +83,7 @@ def _attend_by(width: int, value_width: int):
             fetched = kv + (following * num_kv_heads + k) * block_size * row
             for _ in range(0, block_size, 4):
                 for i in range(0, 4 * row, _CACHE_LINE):
-                    prefetch(fetched + i)
+                    prefetch_for_later(fetched + i)
                 fetched += 4 * row
                 for g in range(group):
                     q, place = query + 4 * g * head_size, parts + g * part_bytes
@@ -217,14 +217,14 @@ def run_chunk(record, index, chunks):
     lines = (max(_CHUNK_TOKENS, block_size) + _LANES - 1) // _LANES * _LANES
     # Of narrow parts of scores, what is beside them in their lines stays zero.
     memory = np.zeros(_LANES * (group + 1) * lines + 2 * num_heads * head_size + _LANES, np.float32)
-    offset = -(memory.ctypes.data // 4) % _LANES
+    offset = -(address_of(memory) // 4) % _LANES
     parts_size = _LANES * group * lines
     own = memory[offset + parts_size : offset + parts_size + lines]
     rest = memory[offset + parts_size + lines :]
     query = rest[: num_heads * head_size].reshape(num_heads, head_size)
     acc = rest[num_heads * head_size :][: num_heads * head_size].reshape(num_heads, head_size)
     peak, total = np.empty(num_heads, np.float32), np.empty(num_heads, np.float32)
-    parts = memory.ctypes.data + 4 * offset
+    parts = address_of(memory) + 4 * offset
     scores = parts + 4 * parts_size
     queries = scores + 4 * lines
     work = (queries, parts, scores, queries + 4 * query.size, peak, total, own)

@@ -24,7 +24,7 @@ from ..vectors import (
     widest,
 )
 from ..xla_ffi import prefetch
-from ..xla_threads import compiled
+from ..xla_threads import address_of, compiled
 from .numba_record import (
     IN_TILES,
     IS_CAUSAL,
@@ -210,7 +210,7 @@ def _lay_out(record, s, k, first, count, factor, rows, query, line):
                 rows[i] = _ZERO
         for h in range(0, row_len, _SQUARE):
             place = query + h * line + 4 * begin
-            transpose_square(rows.ctypes.data + 4 * h, 4 * row_len, place, line, _SQUARE)
+            transpose_square(address_of(rows) + 4 * h, 4 * row_len, place, line, _SQUARE)
 
 
 @compiled()
@@ -220,7 +220,7 @@ def _write_out(record, s, k, first, count, peak, total, rows, acc, line):
     head_size, (num_rows, row_len) = record[H], rows.shape
     for begin in range(0, count, num_rows):
         for h in range(0, row_len, _SQUARE):
-            place = rows.ctypes.data + 4 * h
+            place = address_of(rows) + 4 * h
             transpose_square(acc + h * line + 4 * begin, line, place, 4 * row_len, _SQUARE)
         for i in range(begin, min(begin + num_rows, count)):
             row, n = _place_of(record, s, k, first + i)
@@ -235,7 +235,7 @@ def _run_tile(record, s, k, first, width, chunk_blocks, memory):
     """Compute the tile from row `first` on, in memory that the caller keeps."""
     head_size, block_size, line = record[H], record[B], 4 * width
     padded = _padded(head_size)
-    offset = -(memory.ctypes.data // 4) % 16  # vectors begin where lines of the cache do
+    offset = -(address_of(memory) // 4) % 16  # vectors begin where lines of the cache do
     memory = memory[offset:]
     rows = memory[: _SQUARE * padded].reshape(_SQUARE, padded)
     memory = memory[_SQUARE * padded :]
@@ -243,7 +243,7 @@ def _run_tile(record, s, k, first, width, chunk_blocks, memory):
     acc, seen = lines[padded : 2 * padded], lines[2 * padded :]
     peak, total = seen[0], seen[1]
     low, high = seen[2].view(np.int32), seen[3].view(np.int32)
-    query = lines.ctypes.data
+    query = address_of(lines)
     acc_at, seen_at = query + padded * line, query + 2 * padded * line
     tile = (
         query,

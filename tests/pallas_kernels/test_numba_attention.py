@@ -36,6 +36,28 @@ def test_it_is_what_a_cpu_attends_with() -> None:
     assert "octavo.paged_attention" not in named.lower(*problem.args).as_text()
 
 
+def test_an_address_that_became_a_float_is_refused() -> None:
+    import numba
+
+    from octavo.pallas_kernels.vectors import load, splat, store
+    from octavo.pallas_kernels.xla_threads import address_of
+
+    @numba.njit
+    def shifted(x, step):
+        store(address_of(x) + step, load(address_of(x), 4) + splat(np.float32(1), 4))
+
+    x = np.arange(8, dtype=np.float32)
+    shifted(x, 16)
+    assert x.tolist() == [0, 1, 2, 3, 1, 2, 3, 4]
+
+    @numba.njit
+    def unsigned(x, step):
+        store(x.ctypes.data + step, load(address_of(x), 4))
+
+    with pytest.raises(numba.TypingError):
+        unsigned(x, 16)
+
+
 @pytest.mark.parametrize("case", [LONG, MIXED], ids=["decode", "mixed"])
 @pytest.mark.parametrize("window", [None, 1, 300, 700])
 def test_no_bit_depends_on_the_number_of_threads(
