@@ -4,9 +4,11 @@
         [--peer NAME=PYTHON:ENGINE:MODEL[:OPTION ...]] ... [--skip NAME:WHAT] ...
 
 Each engine lives in a process of its own (`serving_workers.py`) and they take turns, measurement by
-measurement, so that a busy moment of the machine meets all. Same prompts for all: random token
-ids that nobody has seen, greedy. A peer is named, with the Python that has it, its kind and its
-model (of transformers and vllm a directory, which `peer_model.py` makes, of llama.cpp a GGUF file):
+measurement, so that a busy moment of the machine meets all. They pause in between: vLLM's worker
+keeps a core busy for a second after its last step, at the cost of whoever comes next. Same prompts
+for all: random token ids that nobody has seen, greedy. A peer is named, with the Python that has
+it, its kind and its model (of transformers and vllm a directory, which `peer_model.py` makes, of
+llama.cpp a GGUF file):
 
     --peer hf=torch-env/bin/python:transformers:smollm2-hf
     --peer vllm=vllm-env/bin/python:vllm:smollm2-hf
@@ -29,6 +31,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -38,6 +41,7 @@ import numpy as np
 
 WORKERS = Path(__file__).with_name("serving_workers.py")
 NUM_DECODED = 33
+PAUSE_S = 1.5
 
 
 class Worker:
@@ -279,6 +283,7 @@ def main() -> None:
                         continue
                     # The first turn warms up and is not counted; of long ones there are fewer.
                     seed = ((args.seed * 1000) + repeat + 1) * 100 + number
+                    time.sleep(PAUSE_S)
                     for what, value in measurement.measure(worker, Prompts(seed)).items():
                         if repeat >= 0:
                             found.setdefault(what, {}).setdefault(worker.name, []).append(value)
