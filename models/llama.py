@@ -237,9 +237,10 @@ class Llama(nnx.Module):
             caches.append(cache)
         graphdef, state, own = last
         attended, cache = nnx.merge(graphdef, state).attend(x, angles, kv_cache[-1], batch, own)
+        caches.append(cache)
         adapter = None if lora is None else lora.tokens.slot
         hidden = HiddenStates(residual=x, attended=attended, adapter=adapter)
-        return hidden, (*caches, cache)
+        return hidden, tuple(caches)
 
     def sequence_logits(self, tokens: jax.Array, lora: LoraStack | None = None) -> jax.Array:
         """Logits `float32[T, V]` after each token of one whole sequence, without a cache.

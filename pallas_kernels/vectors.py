@@ -47,7 +47,7 @@ class _VectorModel(extending.models.PrimitiveModel):
 
 
 def _is_address(number: types.Type) -> bool:
-    """Not a float, which what is added to an unsigned number becomes, and which is slow."""
+    """Not a float, which what is unsigned and then signed becomes, and which is slow."""
     return isinstance(number, types.Integer)
 
 

@@ -59,7 +59,7 @@ def source_digest() -> int:
 
 @compiled()
 def address_of(array):
-    """Where an array begins, signed: Numba makes floats of sums of unsigned and signed numbers."""
+    """Where an array begins; signed: Numba makes a float of what is unsigned and then signed."""
     return np.int64(array.ctypes.data)
 
 

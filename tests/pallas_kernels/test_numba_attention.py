@@ -52,7 +52,10 @@ def test_an_address_that_became_a_float_is_refused() -> None:
 
     @numba.njit
     def unsigned(x, step):
-        store(x.ctypes.data + step, load(address_of(x), 4))
+        place = x.ctypes.data
+        for _ in range(2):
+            store(place, splat(np.float32(0), 4))
+            place += step
 
     with pytest.raises(numba.TypingError):
         unsigned(x, 16)
