@@ -259,8 +259,18 @@ class Llama(nnx.Module):
     def logits(
         self, hidden: HiddenStates, lora: LoraStack | None = None, batch_invariant: bool = False
     ) -> jax.Array:
-        """Logits `float32[R, V]` of R tokens' hidden states, with the adapters that they took."""
+        """Logits `float32[R, V]` of R tokens' hidden states, with the adapters that they took.
+
+        Raises:
+            ValueError: the hidden states were computed with adapters and `lora` is None, or without
+                and it is not.
+        """
         own = None
+        if (lora is None) != (hidden.adapter is None):
+            raise ValueError(
+                f"{lora=} must be the stack that the hidden states were computed with, None if "
+                f"without; they have {hidden.adapter=}"
+            )
         if lora is not None and hidden.adapter is not None:
             own = lora[-1], LoraBatch.of(lora, hidden.adapter).tokens
         x = self.layers[-1].finish(

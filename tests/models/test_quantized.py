@@ -152,6 +152,9 @@ def test_a_packed_model_is_the_same_model(tied: bool, quantization: str | None) 
         adapter=None,
     )
     np.testing.assert_allclose(packed.logits(hidden), plain.logits(hidden), atol=1e-5)
+    stack = init_lora(CONFIG, num_slots=1, rank=2, dtype=jnp.float32)
+    with pytest.raises(ValueError, match="computed with"):
+        plain.logits(hidden, stack)
 
 
 def test_a_model_in_bfloat16_is_packed_nowhere() -> None:
