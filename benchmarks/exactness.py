@@ -1,6 +1,6 @@
 """Greedy tokens under every setting of the engine, against each prompt alone without a cache.
 
-    python benchmarks/exactness.py [--model smollm2] [--prompts 200] [--longest 4000] [--tokens 8] \
+    python benchmarks/exactness.py [--model smollm2] [--quantization w8a8] [--prompts 200] [--longest 4000] [--tokens 8] \
         [--only chunk=64,pool=tight] [--json FILE]
 
 The settings: prefix caching on and off, each request alone and sixteen at once, chunks of 64 and
@@ -191,6 +191,7 @@ def found_before(file: Path | None, about: dict[str, Any]) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--quantization", help="of the model; none by default")
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--longest", type=int, default=4000, help="tokens of the longest prompt")
     parser.add_argument("--tokens", type=int, default=8, help="tokens of each answer")
@@ -203,7 +204,7 @@ def main() -> int:
     if args.prompts < 2 or args.longest < 2:
         parser.error("at least 2 prompts, the longest of at least 2 tokens")
 
-    loaded = load_model(args.model)
+    loaded = load_model(args.model, quantization=args.quantization)
     prompts = real_prompts(loaded, args.prompts, args.longest)
     lengths = sorted(map(len, prompts))
     print(
@@ -213,6 +214,7 @@ def main() -> int:
     )
     about = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax")}
     about |= {"python": platform.python_version(), "model": args.model, "code": code_digest()}
+    about["quantization"] = args.quantization
     about |= {"prompts": len(prompts), "prompt_tokens": sum(lengths), "tokens": args.tokens}
     known = found_before(args.json, about)
     expected = [tuple(tokens) for tokens in known.get("baseline", ())]

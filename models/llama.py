@@ -288,13 +288,16 @@ class Llama(nnx.Module):
         head = (self.embed if self.head is None else self.head).get_value()
         product = partial(linear, batch_invariant=batch_invariant, implementation=implementation)
         if isinstance(head, PackedParameter):
-            return product(x.astype(jnp.float32), head.weight)
+            return product(x.astype(jnp.float32), head.weight, quantize_x=head.quantize_x)
         if isinstance(head, QuantizedWeight):
-            return product(x.astype(jnp.float32), head.words, head.scale)
+            own = head.words, head.scale
+            return product(x.astype(jnp.float32), *own, quantize_x=head.quantize_x)
         return product(x, head, transposed=True)
 
     def quantized(self, quantization: str | None) -> Llama:
-        """This model with the weights of its products in `"int8"`; None leaves it as it is.
+        """This model with its products in `"int8"` or `"w8a8"`; None leaves it as it is.
+
+        Weights become 8-bit numbers, in `"w8a8"` also what they are multiplied with.
 
         Adapters on top, norms, biases and an embedding that is not the output head stay as they
         are.
@@ -305,7 +308,9 @@ class Llama(nnx.Module):
         check_quantization(quantization)
         if quantization is None:
             return self
-        return self._with_each(lambda name, value: quantize_parameter(name, value, self.config))
+        return self._with_each(
+            lambda name, value: quantize_parameter(name, value, self.config, quantization)
+        )
 
     def packed(self) -> Llama:
         """This model with its weights as the kernels of this machine read them fastest.
@@ -367,13 +372,15 @@ def _linear(
     contracted: int = 1,
 ) -> jax.Array:
     """`x: [T, in]` times a weight whose first `contracted` axes are `in`, as one 2-D product."""
-    scale, own = None, weight
+    scale, own, quantize_x = None, weight, False
     if isinstance(weight, PackedParameter):
-        out_shape, own = weight.out_shape, weight.weight
+        out_shape, own, quantize_x = weight.out_shape, weight.weight, weight.quantize_x
     elif isinstance(weight, QuantizedWeight):
         out_shape, own, scale = weight.out_shape, weight.words, weight.scale
+        quantize_x = weight.quantize_x
     else:
         out_shape, own = weight.shape[contracted:], weight.reshape(x.shape[1], -1)
-    y = linear(x, own, scale, batch_invariant=batch_invariant, implementation=implementation)
+    options = {"batch_invariant": batch_invariant, "implementation": implementation}
+    y = linear(x, own, scale, quantize_x=quantize_x, **options)
     y = y.reshape(x.shape[0], *out_shape)
     return y if bias is None else y + bias[...]

@@ -44,7 +44,7 @@ class LoadedModel:
         eos_token_ids: tokens that end an answer, without duplicates; possibly none.
         fingerprint: SHA-256, in hex, of what keys and values depend on: the config, the dtype, the
             quantisation and every byte of the weight files.
-        quantization: of the weights: None or "int8".
+        quantization: None, "int8" or "w8a8".
     """
 
     name: str
@@ -66,8 +66,9 @@ def load_model(
 ) -> LoadedModel:
     """Load a known model, a GGUF file or a Hugging Face directory; never over the network.
 
-    `quantization="int8"` keeps the weights that products read in int8, as `models/quantized.py`
-    says. What a GGUF file holds is unpacked first, and rounded a second time.
+    `quantization="int8"` keeps the weights that products read in int8, `"w8a8"` also rounds what
+    they are multiplied with, as `models/quantized.py` says. What a GGUF file holds is unpacked
+    first, and rounded a second time.
 
     Raises:
         ValueError: there is no such quantisation, or `dtype` is not a floating-point type.

@@ -22,17 +22,21 @@ class PackedParameter:
     Attributes:
         weight: `[in, out]`.
         out_shape: what the axis out stands for.
+        quantize_x: activations are rounded to int8 for the product.
     """
 
     weight: PackedWeight
     out_shape: tuple[int, ...] = field(metadata={"static": True})
+    quantize_x: bool = field(default=False, metadata={"static": True})
 
 
 def pack_parameter(name: str, value: Any, config: LlamaConfig) -> Any:
     """A parameter of `Llama` packed, if products read it, or else as it is."""
     if isinstance(value, QuantizedWeight):
         weight = _pack(value.words, value.scale, num_inputs=value.num_inputs)
-        return PackedParameter(weight=weight, out_shape=value.out_shape)
+        return PackedParameter(
+            weight=weight, out_shape=value.out_shape, quantize_x=value.quantize_x
+        )
     if isinstance(value, jax.Array) and name in INPUT_AXES:
         axes = INPUT_AXES[name]
         flat = value.reshape(math.prod(value.shape[:axes]), -1)

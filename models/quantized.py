@@ -1,9 +1,10 @@
 """Weights of linear layers in int8, with a factor for every group of inputs.
 
 A weight `[in, out]` becomes whole numbers from -127 to 127, and a float32 per output and per group
-of 32 inputs: 1.125 bytes per weight instead of 4. Activations stay as they are. Four inputs lie in
-one 32-bit word, and outputs side by side: so a CPU unpacks whole vectors, by shifts alone, which
-compilers do well where they do bytes badly.
+of 32 inputs: 1.125 bytes per weight instead of 4. Four inputs lie in one 32-bit word, and outputs
+side by side: so a CPU unpacks whole vectors, by shifts alone, which compilers do well where they do
+bytes badly. In `"int8"` activations stay as they are; in `"w8a8"` those that products read are
+rounded likewise, per token and group, at each product.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from ..pallas_kernels.linear.packed import GROUP, NUM_PER_WORD, WORDS_PER_GROUP, unpack
 from .config import LlamaConfig
 
-QUANTIZATIONS = ("int8",)
+QUANTIZATIONS = ("int8", "w8a8")
 # Number of input axes of the weights that are quantised.
 INPUT_AXES = {"qkv": 1, "out": 3, "gate_up": 1, "down": 1}
 
@@ -33,12 +34,14 @@ class QuantizedWeight:
         scale: `float32[G, out]`.
         num_inputs: in, without what fills the last group.
         out_shape: what the axis out stands for.
+        quantize_x: activations are rounded to int8 for the product.
     """
 
     words: jax.Array
     scale: jax.Array
     num_inputs: int = field(metadata={"static": True})
     out_shape: tuple[int, ...] = field(metadata={"static": True})
+    quantize_x: bool = field(default=False, metadata={"static": True})
 
     def outputs(self, ids: jax.Array) -> jax.Array:
         """The weights of some outputs, `int32[T]` -> `float32[T, in]`."""
@@ -54,15 +57,16 @@ def check_quantization(quantization: str | None) -> None:
 
 
 def quantize_parameter(
-    name: str, value: jax.Array, config: LlamaConfig
+    name: str, value: jax.Array, config: LlamaConfig, quantization: str
 ) -> jax.Array | QuantizedWeight:
     """A parameter of `Llama` as int8, if it is one that products read, or else as it is."""
+    quantize_x = quantization == "w8a8"
     if name in INPUT_AXES:
         axes = INPUT_AXES[name]
         num_inputs = math.prod(value.shape[:axes])
-        return quantize(value.reshape(num_inputs, -1), value.shape[axes:])
+        return quantize(value.reshape(num_inputs, -1), value.shape[axes:], quantize_x)
     if is_output_head(name, config):
-        return quantize(value.T, value.shape[:1])
+        return quantize(value.T, value.shape[:1], quantize_x)
     return value
 
 
@@ -71,8 +75,10 @@ def is_output_head(name: str, config: LlamaConfig) -> bool:
     return name == "head" or (name == "embed" and config.tie_embeddings)
 
 
-@partial(jax.jit, static_argnames="out_shape")
-def quantize(weight: jax.Array, out_shape: tuple[int, ...]) -> QuantizedWeight:
+@partial(jax.jit, static_argnames=("out_shape", "quantize_x"))
+def quantize(
+    weight: jax.Array, out_shape: tuple[int, ...], quantize_x: bool = False
+) -> QuantizedWeight:
     """A weight `[in, out]`, each number rounded to the nearest that its group can hold."""
     num_inputs, num_outputs = weight.shape
     weight = jnp.pad(weight.astype(jnp.float32), ((0, -num_inputs % GROUP), (0, 0)))
@@ -86,5 +92,9 @@ def quantize(weight: jax.Array, out_shape: tuple[int, ...]) -> QuantizedWeight:
     for place in range(NUM_PER_WORD):
         words = words | ((numbers[:, :, place] & 0xFF) << (8 * place))
     return QuantizedWeight(
-        words=words.swapaxes(0, 1), scale=scale, num_inputs=num_inputs, out_shape=out_shape
+        words=words.swapaxes(0, 1),
+        scale=scale,
+        num_inputs=num_inputs,
+        out_shape=out_shape,
+        quantize_x=quantize_x,
     )

@@ -298,7 +298,8 @@ def build_model(
         array = _fill(parameter, source, np_dtype)
         if quantization is None:
             return array
-        return jax.block_until_ready(quantize_parameter(str(parameter.path[-1]), array, config))
+        name = str(parameter.path[-1])
+        return jax.block_until_ready(quantize_parameter(name, array, config, quantization))
 
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         arrays = pool.map(make, parameters)

@@ -19,7 +19,7 @@ from numba.core import cgutils
 
 from .xla_ffi import intrinsic
 
-_FLOAT, _INT32 = ir.FloatType(), ir.IntType(32)
+FLOAT, INT32 = ir.FloatType(), ir.IntType(32)
 _FLAGS = ("contract", "nsz", "arcp")
 # What numbers below it have as their power of two: nothing.
 _SMALLEST = -126.0
@@ -43,26 +43,27 @@ class Vector(types.Type):
 @extending.register_model(Vector)
 class _VectorModel(extending.models.PrimitiveModel):
     def __init__(self, data_model_manager, vector) -> None:
-        super().__init__(data_model_manager, vector, ir.VectorType(_FLOAT, vector.width))
+        super().__init__(data_model_manager, vector, ir.VectorType(FLOAT, vector.width))
 
 
-def _is_address(number: types.Type) -> bool:
-    """Not a float, which what is unsigned and then signed becomes, and which is slow."""
+def is_address(number: types.Type) -> bool:
+    """Whether it is no float, which what is unsigned and then signed becomes, and which is slow."""
     return isinstance(number, types.Integer)
 
 
-def _splat(builder, number, width: int, kind: ir.Type = _FLOAT):
+def splat_lanes(builder, number, width: int, kind: ir.Type = FLOAT):
+    """A vector of `width` times a number."""
     vector = ir.VectorType(kind, width)
-    one = builder.insert_element(ir.Constant(vector, ir.Undefined), number, _INT32(0))
-    lanes = ir.Constant(ir.VectorType(_INT32, width), [0] * width)
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), number, INT32(0))
+    lanes = ir.Constant(ir.VectorType(INT32, width), [0] * width)
     return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), lanes)
 
 
 def _constant(number: float, width: int):
-    return ir.Constant(ir.VectorType(_FLOAT, width), [number] * width)
+    return ir.Constant(ir.VectorType(FLOAT, width), [number] * width)
 
 
-def _call(builder, name: str, *args):
+def call_vector(builder, name: str, *args):
     """One of LLVM's functions of vectors."""
     kind = ir.FunctionType(args[0].type, [arg.type for arg in args])
     suffix = f"v{args[0].type.count}f32"
@@ -73,7 +74,7 @@ def _call(builder, name: str, *args):
 @intrinsic
 def load(typing_context, address, width):
     """The `width` numbers at an address; `width` is a constant."""
-    if not isinstance(width, types.IntegerLiteral) or not _is_address(address):
+    if not isinstance(width, types.IntegerLiteral) or not is_address(address):
         return None
     vector = Vector(width.literal_value)
 
@@ -88,16 +89,16 @@ def load(typing_context, address, width):
 def load_bytes(typing_context, address, place, width):
     """Signed byte `place` of each of the `width` 4-byte words at an address, as numbers."""
     literals = (place, width)
-    if not all(isinstance(x, types.IntegerLiteral) for x in literals) or not _is_address(address):
+    if not all(isinstance(x, types.IntegerLiteral) for x in literals) or not is_address(address):
         return None
     left = 24 - 8 * place.literal_value
 
     def generate(context, builder, signature, args):
-        kind = ir.VectorType(_INT32, width.literal_value)
+        kind = ir.VectorType(INT32, width.literal_value)
         words = builder.load(builder.inttoptr(args[0], kind.as_pointer()), align=4)
         words = builder.shl(words, ir.Constant(kind, [left] * kind.count))
         words = builder.ashr(words, ir.Constant(kind, [24] * kind.count))
-        return builder.sitofp(words, ir.VectorType(_FLOAT, kind.count))
+        return builder.sitofp(words, ir.VectorType(FLOAT, kind.count))
 
     return Vector(width.literal_value)(types.int64, place, width), generate
 
@@ -105,7 +106,7 @@ def load_bytes(typing_context, address, place, width):
 @intrinsic
 def store(typing_context, address, vector):
     """Write to an address."""
-    if not _is_address(address):
+    if not is_address(address):
         return None
 
     def generate(context, builder, signature, args):
@@ -122,7 +123,7 @@ def _crossing(distance: int, size: int) -> list[ir.Constant]:
         is_left = not i & distance
         first.append(i if is_left else size + i - distance)
         second.append(i + distance if is_left else size + i)
-    return [ir.Constant(ir.VectorType(_INT32, size), lanes) for lanes in (first, second)]
+    return [ir.Constant(ir.VectorType(INT32, size), lanes) for lanes in (first, second)]
 
 
 @intrinsic
@@ -136,7 +137,7 @@ def transpose_square(typing_context, source, row, target, line, size):
     count = size.literal_value
 
     def generate(context, builder, signature, args):
-        kind = ir.VectorType(_FLOAT, count)
+        kind = ir.VectorType(FLOAT, count)
 
         def place(base, step, i: int):
             address = builder.add(base, builder.mul(step, ir.IntType(64)(i)))
@@ -167,7 +168,7 @@ def sums_of_rows(typing_context, source):
     size = 16
 
     def generate(context, builder, signature, args):
-        pointer = builder.inttoptr(args[0], ir.VectorType(_FLOAT, size).as_pointer())
+        pointer = builder.inttoptr(args[0], ir.VectorType(FLOAT, size).as_pointer())
         rows = [
             builder.load(builder.gep(pointer, [ir.IntType(64)(i)]), align=4) for i in range(size)
         ]
@@ -189,7 +190,7 @@ def splat(typing_context, number, width):
         return None
 
     def generate(context, builder, signature, args):
-        return _splat(builder, args[0], width.literal_value)
+        return splat_lanes(builder, args[0], width.literal_value)
 
     return Vector(width.literal_value)(types.float32, width), generate
 
@@ -197,13 +198,13 @@ def splat(typing_context, number, width):
 @intrinsic
 def add_product(typing_context, total, address, vector):
     """`total` and the product of a vector with the float32 at an address, rounded once."""
-    if not _is_address(address):
+    if not is_address(address):
         return None
 
     def generate(context, builder, signature, args):
-        number = builder.load(builder.inttoptr(args[1], _FLOAT.as_pointer()))
-        factor = _splat(builder, number, vector.width)
-        return _call(builder, "fma", factor, args[2], args[0])
+        number = builder.load(builder.inttoptr(args[1], FLOAT.as_pointer()))
+        factor = splat_lanes(builder, number, vector.width)
+        return call_vector(builder, "fma", factor, args[2], args[0])
 
     return vector(vector, types.int64, vector), generate
 
@@ -213,7 +214,7 @@ def add_products(typing_context, total, a, b):
     """`total` and the products of two vectors, place by place, rounded once."""
 
     def generate(context, builder, signature, args):
-        return _call(builder, "fma", args[1], args[2], args[0])
+        return call_vector(builder, "fma", args[1], args[2], args[0])
 
     return a(a, a, a), generate
 
@@ -234,7 +235,7 @@ def largest_of(typing_context, vector):
     """The largest number of a vector."""
 
     def generate(context, builder, signature, args):
-        kind = ir.FunctionType(_FLOAT, [args[0].type])
+        kind = ir.FunctionType(FLOAT, [args[0].type])
         name = f"llvm.vector.reduce.fmax.v{vector.width}f32"
         function = cgutils.get_or_insert_function(builder.module, kind, name)
         return builder.call(function, args)
@@ -247,10 +248,10 @@ def sum_of(typing_context, vector):
     """The sum of a vector's numbers."""
 
     def generate(context, builder, signature, args):
-        kind = ir.FunctionType(_FLOAT, [_FLOAT, args[0].type])
+        kind = ir.FunctionType(FLOAT, [FLOAT, args[0].type])
         name = f"llvm.vector.reduce.fadd.v{vector.width}f32"
         function = cgutils.get_or_insert_function(builder.module, kind, name)
-        zero = ir.Constant(_FLOAT, 0.0)
+        zero = ir.Constant(FLOAT, 0.0)
         return builder.call(function, [zero, args[0]], fastmath=(*_FLAGS, "reassoc"))
 
     return types.float32(vector), generate
@@ -266,15 +267,15 @@ def power_of_two(typing_context, exponent):
         # Not "is smaller": what is not a number is to stay so.
         vanishes = builder.fcmp_ordered("<", args[0], smallest)
         x = builder.select(vanishes, smallest, args[0])
-        whole = _call(builder, "rint", x)
+        whole = call_vector(builder, "rint", x)
         x = builder.fsub(x, whole, flags=_FLAGS)
         power = _constant(_SERIES[0], width)
         for factor in (*_SERIES[1:], 1.0):
-            power = _call(builder, "fma", power, x, _constant(factor, width))
-        integers = ir.VectorType(_INT32, width)
+            power = call_vector(builder, "fma", power, x, _constant(factor, width))
+        integers = ir.VectorType(INT32, width)
         shift = builder.shl(builder.fptosi(whole, integers), ir.Constant(integers, [23] * width))
         power = builder.add(builder.bitcast(power, integers), shift)
-        power = builder.bitcast(power, ir.VectorType(_FLOAT, width))
+        power = builder.bitcast(power, ir.VectorType(FLOAT, width))
         return builder.select(vanishes, _constant(0.0, width), power)
 
     return exponent(exponent), generate
@@ -289,8 +290,8 @@ def only_between(typing_context, vector, position, low, high):
     width = vector.width
 
     def generate(context, builder, signature, args):
-        kind = ir.VectorType(_INT32, width)
-        own = _splat(builder, args[1], width, _INT32)
+        kind = ir.VectorType(INT32, width)
+        own = splat_lanes(builder, args[1], width, INT32)
         low, high = (
             builder.load(builder.inttoptr(address, kind.as_pointer()), align=4)
             for address in args[2:]

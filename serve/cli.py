@@ -61,11 +61,12 @@ Model = Annotated[
 ]
 
 Quantization = Annotated[
-    Literal["int8"] | None,
+    Literal["int8", "w8a8"] | None,
     typer.Option(
         "--quantization",
         "-q",
-        help="Keep weights in fewer bits: int8, a quarter of the bytes that decoding reads.",
+        help="Keep weights in int8, a quarter of the bytes that decoding reads; w8a8 multiplies "
+        "in int8 too.",
     ),
 ]
 

@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+import jax
+
 from ..models import LoadedModel, load_model
 from ..paged import OutOfBlocks
 from .adapter_control import AdapterControl
@@ -59,7 +61,11 @@ class Engine(RequestControl, Lifecycle, AdapterControl):
     """
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig | None = None):
-        self.config = config = config or EngineConfig()
+        config = config or EngineConfig()
+        if loaded.quantization == "w8a8" and jax.default_backend() == "cpu":
+            # Rounding makes whole steps of last bits: tokens would depend on what was found.
+            config = replace(config, deterministic=True)
+        self.config = config
         loaded = replace(loaded, model=loaded.model.packed())
         store = keep_compiled_programs(config, loaded.model)
         runner = ModelRunner(loaded.model, config)
@@ -119,7 +125,7 @@ class Engine(RequestControl, Lifecycle, AdapterControl):
 
         Args:
             name: a name that `octavo.models.load_model` knows, a directory or a GGUF file.
-            quantization: None or "int8", as `load_model` takes it.
+            quantization: None, "int8" or "w8a8", as `load_model` takes it.
             progress: called with (done, total, what) while loading.
             **config: fields of `EngineConfig`.
         """

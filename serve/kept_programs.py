@@ -32,7 +32,9 @@ def keep_compiled_programs(config: EngineConfig, model: Llama) -> ProgramStore |
     # but octavo's own: somebody else's layers may compute anything.
     if jax.default_backend() == "cpu" and _is_ours(model):
         settings = {k: v for k, v in vars(config).items() if k not in _OTHER_SETTINGS}
-        return ProgramStore(path / "whole", model.config, settings)
+        # Its parameters' structure, which says how they are packed and multiplied.
+        structure = str(jax.tree.structure(nnx.state(model)))
+        return ProgramStore(path / "whole", model.config, structure, settings)
     path.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

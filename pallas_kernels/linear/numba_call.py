@@ -32,6 +32,7 @@ from ..xla_threads import (
     tell_xla,
     threads_of,
 )
+from .numba_int8 import ROW_GROUP, multiply_panel, round_rows
 from .packed import GROUP, WORDS_PER_GROUP, panel_width
 
 TARGET = "octavo.linear"
@@ -52,9 +53,9 @@ _PARTS_PER_THREAD = 8
 _ZERO = np.float32(0)
 
 # Words of the record of a call: addresses, sizes, rows of a tile, parts of all panels.
-_X, _WEIGHT, _SCALE, _OUT = range(OWN, OWN + 4)
-_ROWS, _INPUTS, _OUTPUTS, _GROUPS, _PANELS, _TILE, _PARTS = range(OWN + 4, OWN + 11)
-_RECORD_WORDS = OWN + 11
+_X, _WEIGHT, _SCALE, _OUT, _INT8_X = range(OWN, OWN + 5)
+_ROWS, _INPUTS, _OUTPUTS, _GROUPS, _PANELS, _TILE, _PARTS = range(OWN + 5, OWN + 12)
+_RECORD_WORDS = OWN + 12
 
 
 @compiled()
@@ -63,6 +64,7 @@ def _fill_record(record, frame):
     for at, index in ((_X, 0), (_WEIGHT, 1), (_SCALE, 2)):
         record[at] = buffer_of(frame[ARGS], index)[DATA]
     record[_OUT] = buffer_of(frame[RETS], 0)[DATA]
+    record[_INT8_X] = buffer_of(frame[RETS], 1)[DATA] if shape_of(frame[RETS], 1, 2)[1] > 0 else 0
     record[_ROWS], record[_INPUTS] = shape_of(frame[ARGS], 0, 2)
     record[_OUTPUTS] = shape_of(frame[RETS], 0, 2)[1]
     record[_GROUPS] = shape_of(frame[ARGS], 2, 3)[1]
@@ -218,9 +220,24 @@ def _run_item(record, index):
     tile, part = index // parts, index % parts
     first = tile * record[_TILE]
     rows = first, min(record[_TILE], record[_ROWS] - first)
+    if record[_INT8_X] != 0:
+        for panel in range(panels * part // parts, panels * (part + 1) // parts):
+            _run_int8_panel(record, panel, rows)
+        return
     own = np.empty((_UNPACKED_PIECE + GROUP) * _WIDTH + _CACHE_LINE // 4, np.float32)
     for panel in range(panels * part // parts, panels * (part + 1) // parts):
         _run_panel(record, panel, rows, own)
+
+
+@compiled()
+def _run_int8_panel(record, panel, rows):
+    """Compute a panel's outputs for `(first, count)` rows in int8."""
+    groups, out_row = record[_GROUPS], 4 * record[_OUTPUTS]
+    x = record[_INT8_X] + rows[0] * groups * ROW_GROUP
+    weight = record[_WEIGHT] + panel * groups * WORDS_PER_GROUP * _LINE
+    scale = record[_SCALE] + panel * groups * _LINE
+    out = record[_OUT] + rows[0] * out_row + panel * _LINE
+    multiply_panel(x, weight, scale, groups, rows[1], out, out_row)
 
 
 @compiled()
@@ -273,6 +290,8 @@ def _run(frame):
     tiles = (record[_ROWS] + record[_TILE] - 1) // record[_TILE]
     record[_PARTS] = min(_PARTS_PER_THREAD * num_threads, record[_PANELS])
     num_items = tiles * record[_PARTS]
+    if record[_INT8_X] != 0:
+        round_rows(record[_X], record[_ROWS], record[_INPUTS], record[_INT8_X])
     helpers = min(num_threads, num_items, 1 + shares) - 1
     address, error = share_out(frame, record, num_items, helpers, callback_of(_work))
     if address != 0:
@@ -297,8 +316,9 @@ def register() -> str:
     """Make the custom call known to XLA; returns its name.
 
     Its operands are `x float32[T, in]`, the weight, `float32[Q, in, W]` or `int32[Q, G, 8, W]`, its
-    `scale float32[Q, G, W]` (of no element if it has none), and `threads int32[1]`. Its result is
-    `float32[T, Q*W]`.
+    `scale float32[Q, G, W]` (of no element if it has none), and `threads int32[1]`. Its results are
+    `float32[T, Q*W]`, and memory for x in int8, `int32[T, 10*G]`; of no element if x is not to be
+    rounded.
     """
     handler = _handler_of(source_digest())
     jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler.ctypes), platform="cpu")

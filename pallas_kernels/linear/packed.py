@@ -14,6 +14,10 @@ import jax.numpy as jnp
 GROUP = 32
 NUM_PER_WORD = 4
 WORDS_PER_GROUP = GROUP // NUM_PER_WORD
+# Of a group of activations in int8: the numbers, a factor, and what sums of products begin with.
+WORDS_PER_ROW_GROUP = WORDS_PER_GROUP + 2
+# A group of activations in int8 with no larger number counts as nothing.
+SMALLEST = 2.0**-100
 
 
 def panel_width() -> int:
@@ -89,3 +93,23 @@ def unpack_by_place(words: jax.Array, scale: jax.Array) -> jax.Array:
 def unpack(words: jax.Array, scale: jax.Array) -> jax.Array:
     """`int32[8, G, N]` and `float32[G, N]` -> `float32[32*G, N]`."""
     return unpack_by_place(words, scale).transpose(2, 1, 0, 3).reshape(-1, scale.shape[1])
+
+
+@jax.custom_jvp
+def rounded_rows(x: jax.Array) -> jax.Array:
+    """`x: [T, in]` with each number rounded to one of 255 of its row and group of 32 inputs.
+
+    It has x's own gradient, as if nothing were rounded.
+    """
+    groups = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -x.shape[1] % GROUP)))
+    groups = groups.reshape(x.shape[0], -1, GROUP)
+    largest = jnp.max(jnp.abs(groups), axis=-1, keepdims=True)
+    # That of smaller ones might be infinite.
+    factor = jnp.where(largest > SMALLEST, 127 / largest, 0)
+    numbers = jnp.round(groups * factor) * (largest / 127)
+    return numbers.reshape(x.shape[0], -1)[:, : x.shape[1]].astype(x.dtype)
+
+
+@rounded_rows.defjvp
+def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return rounded_rows(*primals), *tangents

@@ -13,7 +13,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from .packed import GROUP, NUM_PER_WORD, WORDS_PER_GROUP, PackedWeight, unpack_by_place
+from .packed import (
+    GROUP,
+    NUM_PER_WORD,
+    WORDS_PER_GROUP,
+    PackedWeight,
+    rounded_rows,
+    unpack_by_place,
+)
 
 # On a CPU, the most rows that are multiplied one by one with the words.
 _MAX_SINGLE_ROWS = 2
@@ -44,8 +51,11 @@ def linear_xla(
     scale: jax.Array | None,
     batch_invariant: bool,
     transposed: bool,
+    quantize_x: bool,
 ) -> jax.Array:
     """See `octavo.pallas_kernels.linear`."""
+    if quantize_x:
+        x = rounded_rows(x)
     if isinstance(weight, PackedWeight):
         weight, scale = weight.plain()
     if transposed:

@@ -118,17 +118,22 @@ def test_the_weights_that_products_read_are_quantised_and_no_others(tied: bool) 
     assert whole.quantized(None) is whole
 
 
+@pytest.mark.parametrize(("quantization", "most"), [("int8", 0.05), ("w8a8", 0.1)])
 @pytest.mark.parametrize("tied", [False, True])
-def test_logits_stay_close_to_those_of_the_weights(tied: bool) -> None:
+def test_logits_stay_close_to_those_of_the_weights(
+    tied: bool, quantization: str, most: float
+) -> None:
     whole = model(tie_embeddings=tied)
     tokens = jnp.arange(40)
-    expected, logits = (np.asarray(logits_of(m, tokens)) for m in (whole, whole.quantized("int8")))
+    expected, logits = (
+        np.asarray(logits_of(m, tokens)) for m in (whole, whole.quantized(quantization))
+    )
     off = np.abs(logits - expected).max() / expected.std()
-    assert 1e-4 < off < 0.05
+    assert 1e-4 < off < most
     assert logits.dtype == np.float32
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", [None, "int8", "w8a8"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_packed_model_is_the_same_model(tied: bool, quantization: str | None) -> None:
     plain = model(tie_embeddings=tied, attention_bias=True).quantized(quantization)

@@ -1,4 +1,4 @@
-"""`linear`: products of float32 and int8 weights, against float64; and the promises about bits."""
+"""`linear`: products of float32 and int8 numbers, against float64; and the promises about bits."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ import pytest
 
 from octavo.pallas_kernels import PackedWeight, linear, pack_weight
 from octavo.pallas_kernels.linear import numba as numba_op
+from octavo.pallas_kernels.linear.packed import rounded_rows
 
 IMPLEMENTATIONS = ("numba", "xla", "reference")
 # (in, out): one panel in part; whole ones; some and a rest; whole pieces and groups, or not.
 SHAPES = ((48, 20), (64, 32), (576, 960), (1000, 256), (600, 1009), (1, 1), (33, 65))
 ROWS = (1, 2, 3, 4, 7, 8, 13, 20)
+# Of the weight, and whether the activations are rounded too.
+KINDS = {"float32": (False, False), "int8": (True, False), "w8a8": (True, True)}
+each_kind = pytest.mark.parametrize(("int8", "quantize_x"), KINDS.values(), ids=KINDS)
 
 
 def problem(num_rows: int, num_inputs: int, num_outputs: int, int8: bool) -> tuple:
@@ -30,8 +34,14 @@ def problem(num_rows: int, num_inputs: int, num_outputs: int, int8: bool) -> tup
     numbers = rng.integers(-127, 128, (groups, 8, 4, num_outputs)).astype(np.int8)
     scale = rng.uniform(1e-3, 2e-2, (groups, num_outputs)).astype(np.float32)
     words = np.ascontiguousarray(numbers.transpose(1, 0, 3, 2)).view("<i4")[..., 0]
-    unpacked = numbers.astype(np.float64) * scale[:, None, None].astype(np.float64)
-    return (x, words, scale), x @ unpacked.reshape(-1, num_outputs)[:num_inputs]
+    return (x, words, scale), x @ unpacked(words, scale)[:num_inputs]
+
+
+def unpacked(words: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """`float64[32*G, out]`, by bytes as a file would hold them."""
+    numbers = np.ascontiguousarray(words.transpose(1, 0, 2))[..., None].view("<i1")
+    numbers = numbers.swapaxes(2, 3).astype(np.float64)  # [G, J, 4, out]
+    return (numbers * scale[:, None, None].astype(np.float64)).reshape(-1, words.shape[-1])
 
 
 def run(args: tuple, *, packed: bool = False, **options) -> np.ndarray:
@@ -42,7 +52,7 @@ def run(args: tuple, *, packed: bool = False, **options) -> np.ndarray:
     return np.asarray(jax.jit(lambda *own: linear(*own, **options))(*own))
 
 
-@pytest.mark.parametrize("int8", [False, True], ids=["float32", "int8"])
+@each_kind
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
 @pytest.mark.parametrize(
     ("implementation", "packed"),
@@ -53,12 +63,16 @@ def run(args: tuple, *, packed: bool = False, **options) -> np.ndarray:
     ids=lambda value: {True: "packed", False: "plain"}.get(value, str(value)),
 )
 def test_a_product_is_that_of_the_weight(
-    implementation: str | None, packed: bool, shape: tuple[int, int], int8: bool
+    implementation: str | None, packed: bool, shape: tuple[int, int], int8: bool, quantize_x: bool
 ) -> None:
     for num_rows in ROWS:
         args, expected = problem(num_rows, *shape, int8)
+        if quantize_x:
+            rounded = np.asarray(rounded_rows(jnp.asarray(args[0])), np.float64)
+            expected = rounded @ unpacked(*args[1:])[: shape[0]]
         for batch_invariant in (False, True):
             options = {"batch_invariant": batch_invariant, "implementation": implementation}
+            options["quantize_x"] = quantize_x
             y = run(args, packed=packed, **options)
             assert y.dtype == np.float32 and y.shape == expected.shape
             np.testing.assert_allclose(y, expected, atol=2e-4, rtol=0)
@@ -78,13 +92,14 @@ def test_a_weight_may_have_its_outputs_first(
             np.testing.assert_allclose(y, expected, atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize("int8", [False, True], ids=["float32", "int8"])
+@each_kind
 @pytest.mark.parametrize("implementation", ["numba", "xla", None], ids=str)
 def test_batch_invariant_rows_have_the_bits_they_have_alone(
-    implementation: str | None, int8: bool
+    implementation: str | None, int8: bool, quantize_x: bool
 ) -> None:
     args, _ = problem(37, 600, 1009, int8)
     options = {"batch_invariant": True, "implementation": implementation}
+    options["quantize_x"] = quantize_x
     options["packed"] = implementation != "xla"
     together = run(args, **options)
     for rows in (slice(0, 1), slice(3, 20), slice(30, 37)):
@@ -92,25 +107,28 @@ def test_batch_invariant_rows_have_the_bits_they_have_alone(
         np.testing.assert_array_equal(alone, together[rows])
 
 
-@pytest.mark.parametrize("int8", [False, True], ids=["float32", "int8"])
-def test_more_rows_than_a_cache_holds_are_multiplied_in_tiles(int8: bool) -> None:
+@each_kind
+def test_more_rows_than_a_cache_holds_are_multiplied_in_tiles(int8: bool, quantize_x: bool) -> None:
     args, expected = problem(450, 600, 70, int8)
-    together = run(args, packed=True, implementation="numba")
-    np.testing.assert_allclose(together, expected, atol=2e-4, rtol=0)
+    options = {"packed": True, "implementation": "numba", "quantize_x": quantize_x}
+    together = run(args, **options)
+    if not quantize_x:
+        np.testing.assert_allclose(together, expected, atol=2e-4, rtol=0)
     for rows in (slice(0, 1), slice(140, 180), slice(300, 450)):
-        alone = run((args[0][rows], *args[1:]), packed=True, implementation="numba")
+        alone = run((args[0][rows], *args[1:]), **options)
         np.testing.assert_array_equal(alone, together[rows])
 
 
-@pytest.mark.parametrize("int8", [False, True], ids=["float32", "int8"])
+@each_kind
 def test_no_bit_depends_on_the_number_of_threads(
-    int8: bool, monkeypatch: pytest.MonkeyPatch
+    int8: bool, quantize_x: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args, _ = problem(200, 576, 1009, int8)
     results = []
     for num_threads in (1, 2, 3, 64):
         monkeypatch.setattr(numba_op, "num_threads", lambda n=num_threads: n)
-        results.append(run(args, packed=True, implementation="numba"))
+        options = {"implementation": "numba", "quantize_x": quantize_x}
+        results.append(run(args, packed=True, **options))
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
 
@@ -126,23 +144,61 @@ def test_calls_from_many_threads_do_not_wait_for_one_another() -> None:
             np.testing.assert_array_equal(call.result(timeout=60), want)
 
 
-def test_a_row_that_is_not_a_number_stays_with_itself() -> None:
-    (x, weight, _), _ = problem(12, 64, 96, False)
-    clean = run((x, weight, None), packed=True, implementation="numba")
-    x[3] = np.nan
-    spoilt = run((x, weight, None), packed=True, implementation="numba")
-    assert np.isnan(spoilt[3]).all()
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("nothing", [np.nan, np.inf, -np.inf])
+@each_kind
+def test_a_row_that_is_not_a_number_stays_with_itself(
+    int8: bool, quantize_x: bool, nothing: float, implementation: str
+) -> None:
+    args, _ = problem(12, 64, 96, int8)
+    options = {"packed": True, "implementation": implementation, "quantize_x": quantize_x}
+    clean = run(args, **options)
+    args[0][3, 40] = nothing
+    spoilt = run(args, **options)
+    assert not np.isfinite(spoilt[3]).any()
     np.testing.assert_array_equal(np.delete(spoilt, 3, 0), np.delete(clean, 3, 0))
+
+
+def test_rows_are_rounded_to_the_nearest_number_of_their_group() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((6, 75)).astype(np.float32)  # the last group is of 11
+    x[0, :32] = 0
+    x[1, 3] = 1e6  # spoils its own group only
+    x[2] *= 1e-37  # as nothing
+    x[3] = rng.integers(-127, 128, 75)
+    x[3, ::32] = 127  # what eight bits hold
+    rounded = np.asarray(rounded_rows(jnp.asarray(x)))
+    groups = np.pad(x, ((0, 0), (0, 21))).reshape(6, -1, 32)
+    step = np.repeat(np.abs(groups).max(axis=-1) / 127, 32, axis=1)[:, :75]
+    assert (np.abs(rounded - x) <= 0.5001 * step)[[0, 1, 3, 4, 5]].all()
+    assert (rounded[2] == 0).all()
+    np.testing.assert_array_equal(rounded[3], x[3])
+    for value in (1.0, -1e-20):
+        gradient = jax.grad(lambda x: rounded_rows(x).sum())(jnp.full((2, 33), value))
+        np.testing.assert_array_equal(gradient, np.ones((2, 33)))
+
+
+def test_a_cpu_without_the_instruction_rounds_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    args, _ = problem(5, 600, 70, True)
+    options = {"packed": True, "implementation": "numba", "quantize_x": True}
+    ours = run(args, **options)
+    monkeypatch.setattr(numba_op, "has_dot_products", lambda: False)
+    other = run(args, **options)
+    np.testing.assert_allclose(ours, other, atol=2e-4, rtol=0)
 
 
 def test_cpus_take_the_kernel_for_packed_weights() -> None:
     for num_rows in (1, 2):
         x, weight = jnp.ones((num_rows, 64)), jnp.ones((64, 96))
+        in_int8 = pack_weight(jnp.ones((8, 2, 96), jnp.int32), jnp.ones((2, 96)))
         for own, options, is_ours in (
             (pack_weight(weight), {}, True),
             (pack_weight(weight), {"batch_invariant": True}, True),
             (weight, {}, False),
             (weight.T, {"transposed": True}, False),
+            (in_int8, {"quantize_x": True}, True),
         ):
             call = jax.jit(lambda x, own, options=options: linear(x, own, **options))
             assert ("octavo.linear" in call.lower(x, own).as_text()) == is_ours
@@ -237,3 +293,6 @@ def test_what_the_kernel_cannot_do_is_refused_if_asked_for_and_done_by_xla_if_no
         linear(jnp.ones((4, 8)), jnp.ones((8, 1, 3)), jnp.ones((1, 3)), transposed=True)
     with pytest.raises(ValueError, match="must be int32"):
         linear(jnp.ones((4, 8)), jnp.ones((8, 1, 3)), jnp.ones((1, 3)))
+    for own in (jnp.ones((8, 3)), pack_weight(jnp.ones((8, 3)))):
+        with pytest.raises(ValueError, match="quantize_x=True is for int8 weights"):
+            linear(jnp.ones((4, 8)), own, quantize_x=True)

@@ -77,6 +77,17 @@ def test_a_second_start_loads_every_program_whole_and_answers_alike(
     assert name == "copy tails" and other.num_programs == 1 and other._runner.num_loaded == 0
 
 
+def test_weights_of_the_same_shapes_that_are_multiplied_otherwise_find_nothing(
+    tiny: LoadedModel, tmp_path: Path, no_jax_cache: None
+) -> None:
+    folder = str(tmp_path)
+    for quantization in ("int8", "w8a8"):
+        model = replace(tiny, model=tiny.model.quantized(quantization))
+        engine = tiny_engine(model, compilation_cache_dir=folder, **SMALL)
+        engine.warmup()
+        assert engine.num_programs > 5 and engine._runner.num_loaded == 0
+
+
 def _double(x: jax.Array, y: jax.Array) -> dict[str, jax.Array | None]:
     return {"z": 2 * x + y, "none": None}
 

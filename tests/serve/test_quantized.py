@@ -1,4 +1,4 @@
-"""An engine on int8 weights: what holds on whole ones holds on them."""
+"""An engine on int8 weights: what holds on whole ones holds on them, and on int8 activations."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ SCORED = replace(GREEDY, logprobs=20)
 SIZES = {"num_blocks": 48, "max_num_seqs": 4, "max_num_batched_tokens": 16}
 
 
-def int8(loaded: LoadedModel) -> LoadedModel:
+def quantized(loaded: LoadedModel, quantization: str) -> LoadedModel:
     return replace(
         loaded,
-        model=loaded.model.quantized("int8"),
-        quantization="int8",
-        fingerprint=f"{loaded.fingerprint} in int8",
+        model=loaded.model.quantized(quantization),
+        quantization=quantization,
+        fingerprint=f"{loaded.fingerprint} in {quantization}",
     )
 
 
@@ -43,7 +43,7 @@ def whole(smollm2: LoadedModel) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def tiny(whole: LoadedModel) -> LoadedModel:
-    return int8(whole)
+    return quantized(whole, "int8")
 
 
 def prompts() -> list[list[int]]:
@@ -70,6 +70,19 @@ def test_what_is_found_is_what_would_be_computed(tiny: LoadedModel) -> None:
     again = engine.generate(prompts(), SCORED)
     assert bits(again) == miss  # hits
     assert all(a.num_cached_tokens >= a.num_prompt_tokens - 1 for a in again)
+    engine.check_invariants()
+
+
+def test_where_activations_are_rounded_every_bit_is_the_same_unasked(whole: LoadedModel) -> None:
+    engine = tiny_engine(quantized(whole, "w8a8"), decode_slice_ms=1e6, **SIZES)
+    assert engine.config.deterministic
+    miss = []
+    for prompt in prompts():
+        engine.reset_cache()
+        miss += bits([engine.generate(prompt, SCORED)[0]])
+    engine.reset_cache()
+    for _ in range(2):  # together and sharing; hits
+        assert bits(engine.generate(prompts(), SCORED)) == miss
     engine.check_invariants()
 
 
@@ -128,7 +141,7 @@ def test_the_command_line_takes_it(command: list[str], monkeypatch: pytest.Monke
     monkeypatch.setattr(cli, "load_model", load)
     for options, code, words in (
         (["--quantization", "int8"], 1, "asked for m in int8"),
-        (["-q", "int8"], 1, "asked for m in int8"),
+        (["-q", "w8a8"], 1, "asked for m in w8a8"),
         ([], 1, "asked for m in None"),
         (["--quantization", "int4"], 2, "int4"),
     ):
@@ -150,8 +163,9 @@ def test_the_benchmark_measures_what_quantising_costs(
 
 
 @pytest.mark.slow
-def test_the_demo_model_chooses_as_it_does_in_float32() -> None:
-    loaded = load_model("smollm2", quantization="int8")
+@pytest.mark.parametrize("quantization", ["int8", "w8a8"])
+def test_the_demo_model_chooses_as_it_does_in_float32(quantization: str) -> None:
+    loaded = load_model("smollm2", quantization=quantization)
     assert isinstance(loaded.model.embed.get_value(), QuantizedWeight)
     graphdef, state = nnx.split(loaded.model)
 
@@ -160,6 +174,6 @@ def test_the_demo_model_chooses_as_it_does_in_float32() -> None:
         return nnx.merge(graphdef, state).sequence_logits(tokens)
 
     logits = np.asarray(logits_of(state, jnp.asarray(REFERENCE["ids_300"])))
-    assert (logits.argmax(axis=1) == REFERENCE["argmax_300"]).mean() > 0.95
+    assert (logits.argmax(axis=1) == REFERENCE["argmax_300"]).mean() > 0.93
     off = np.abs(logits[-1] - REFERENCE["logits_last_300"])
     assert 1e-3 < off.max() < 1
