@@ -32,8 +32,7 @@ def cached_attention(
         k, v: `[T, K, H]`, positions encoded.
         kv_cache: `[P, K, B, ROW]`, this layer's; donate it to the step that calls the model.
         batch: whose tokens these are: see `packed_batch`. Shared prefixes that it names are
-            read once for all, unless a sliding window hides the beginnings of contexts or the
-            batch is to be batch-invariant.
+            read once for all, unless a sliding window hides the beginnings of contexts.
         scale, sliding_window, soft_cap, sinks, k_scale, v_scale: as for `paged_attention`.
 
     Returns:
@@ -50,9 +49,15 @@ def cached_attention(
         "k_scale": k_scale,
         "v_scale": v_scale,
     }
-    if batch.prefixes is not None and sliding_window is None and not batch.batch_invariant:
+    if batch.prefixes is not None and sliding_window is None:
         out, _ = shared_prefix_attention(
-            q, kv_cache, batch.block_tables, batch.context_lens, batch.prefixes, **options
+            q,
+            kv_cache,
+            batch.block_tables,
+            batch.context_lens,
+            batch.prefixes,
+            batch_invariant=batch.batch_invariant,
+            **options,
         )
         return out, kv_cache
     out, _ = paged_attention(

@@ -163,27 +163,6 @@ def transpose_square(typing_context, source, row, target, line, size):
 
 
 @intrinsic
-def sums_of_rows(typing_context, source):
-    """The sums of 16 rows of 16 numbers each, side by side at an address."""
-    size = 16
-
-    def generate(context, builder, signature, args):
-        pointer = builder.inttoptr(args[0], ir.VectorType(FLOAT, size).as_pointer())
-        rows = [
-            builder.load(builder.gep(pointer, [ir.IntType(64)(i)]), align=4) for i in range(size)
-        ]
-        while len(rows) > 1:
-            distance = len(rows) // 2
-            masks = _crossing(distance, size)
-            pairs = zip(rows[:distance], rows[distance:], strict=True)
-            halves = [[builder.shuffle_vector(*pair, mask) for mask in masks] for pair in pairs]
-            rows = [builder.fadd(*half, flags=_FLAGS) for half in halves]
-        return rows[0]
-
-    return Vector(size)(types.int64), generate
-
-
-@intrinsic
 def splat(typing_context, number, width):
     """A vector of `width` times the same number; `width` is a constant."""
     if not isinstance(width, types.IntegerLiteral):
@@ -245,14 +224,21 @@ def largest_of(typing_context, vector):
 
 @intrinsic
 def sum_of(typing_context, vector):
-    """The sum of a vector's numbers."""
+    """The sum of a vector's numbers: of both its halves, place by place, and so on."""
 
     def generate(context, builder, signature, args):
-        kind = ir.FunctionType(FLOAT, [FLOAT, args[0].type])
-        name = f"llvm.vector.reduce.fadd.v{vector.width}f32"
-        function = cgutils.get_or_insert_function(builder.module, kind, name)
-        zero = ir.Constant(FLOAT, 0.0)
-        return builder.call(function, [zero, args[0]], fastmath=(*_FLAGS, "reassoc"))
+        total, half = args[0], vector.width // 2
+        while half:
+            low, high = (
+                builder.shuffle_vector(
+                    total,
+                    ir.Constant(total.type, ir.Undefined),
+                    ir.Constant(ir.VectorType(INT32, half), list(range(first, first + half))),
+                )
+                for first in (0, half)
+            )
+            total, half = builder.fadd(low, high, flags=_FLAGS), half // 2
+        return builder.extract_element(total, INT32(0))
 
     return types.float32(vector), generate
 

@@ -311,7 +311,7 @@ class ModelSteps:
             block_size=block_size,
             max_steps=max_decode_steps,
             num_drafts=num_drafts,
-            cascade=cascade and not deterministic and model.config.sliding_window is None,
+            cascade=cascade and model.config.sliding_window is None,
             deterministic=deterministic,
         )
 

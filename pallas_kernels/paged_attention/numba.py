@@ -6,6 +6,8 @@ products; and its attention to long contexts reaches half the speed of its produ
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -21,8 +23,13 @@ def paged_attention_numba(
     query_start: jax.Array,
     sinks: jax.Array | None,
     options: AttentionOptions,
+    prefixes: Sequence[jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `octavo.pallas_kernels.paged_attention`."""
+    """See `octavo.pallas_kernels.paged_attention`.
+
+    `prefixes` are the lists of `SharedPrefixes`, whose whole spans a group's tiles attend to; each
+    sequence has one query then. No bit depends on them.
+    """
     if q.dtype != jnp.float32 or kv_cache.dtype != jnp.float32:
         raise NotImplementedError(f"{q.dtype=} and {kv_cache.dtype=} must be float32")
     if sinks is not None or options.soft_cap is not None:
@@ -39,10 +46,12 @@ def paged_attention_numba(
     slots = (num_seqs, -(-table_len // span_blocks), num_heads, head_size + 2)
     shapes = (q.shape, (num_tokens, num_heads), slots)
     results = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    if prefixes is None:
+        prefixes = [jnp.zeros(0, jnp.int32)] * 5
     call = jax.ffi.ffi_call(name, results, vmap_method="sequential")
     scale = jnp.full(1, options.scale, jnp.float32)
     numbers = [options.sliding_window or 0, span_blocks, num_threads()]
-    numbers = jnp.array([*numbers, options.causal, options.batch_invariant], jnp.int32)
+    numbers = jnp.array([*numbers, options.causal], jnp.int32)
     lists = (block_tables, context_lens, query_start)
-    out, lse, _ = call(q, kv_cache, *lists, scale, numbers)
+    out, lse, _ = call(q, kv_cache, *lists, scale, numbers, *prefixes)
     return out, lse

@@ -108,7 +108,8 @@ def register() -> str:
 
     Its operands are `q [T, N, H]`, `kv_cache [P, K, B, ROW]`, `block_tables int32[S, M]`,
     `context_lens int32[S]`, `query_start int32[S+1]`, `scale float32[1]`, `(window, blocks of a
-    span, threads, is causal, is batch-invariant) int32[5]` (0 for no window). Its results are
+    span, threads, is causal) int32[4]` (0 for no window), and the lists of `SharedPrefixes`, of no
+    element if there are none; with them, sequence s has the one query s. Its results are
     `out [T, N, H]`, `lse [T, N]`, and `float32[S, spans, N, H + 2]` for its notes.
     """
     handler = _handler_of(source_digest())

@@ -2,8 +2,9 @@
 
 Contexts are cut into spans, where their own positions say; the spans of all sequences with one
 query, side by side, make chunks, and when all are done, the spans of each sequence are merged, in
-their order. So no bit depends on what else is computed, or by how many threads. Nothing is copied:
-each block is read once, where it lies.
+their order. So no bit depends on what else is computed, or by how many threads; and every number is
+summed up as tiles do (`numba_tiles`), so that a token found has the bits of one computed. Each
+block is read once, where it lies.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from ..vectors import (
     splat,
     store,
     sum_of,
-    sums_of_rows,
+    transpose_square,
     widest,
 )
 from ..xla_ffi import pointer_to, prefetch_for_later
 from ..xla_threads import address_of, compiled
 from .numba_record import (
     COUNT,
-    IN_TILES,
     KV,
+    OUT,
     ROW,
     SLOTS,
     SPAN_BLOCKS,
@@ -48,14 +49,15 @@ from .numba_record import (
     block_of,
     queries_of,
     scale_of,
+    shared_spans,
+    slots_of,
 )
+from .numba_tiles import CHUNK_TOKENS, LANES
 
 _WIDEST = widest()
 _CACHE_LINE = 64
 _SPAN_TOKENS, _MOST_SPANS = 256, 64  # of a context
-_CHUNK_TOKENS = 64
-_LANES, _LINE = 16, 64  # of what scores are summed up in
-_FAST = {"contract", "reassoc", "nsz", "arcp"}
+_SQUARE = min(16, _WIDEST // 2)
 _NONE = np.float32(-np.inf)
 _ZERO, _ONE = np.float32(0), np.float32(1)
 _LOG2_E, _LN_2 = np.float32(1 / math.log(2)), np.float32(math.log(2))
@@ -63,102 +65,127 @@ _LOG2_E, _LN_2 = np.float32(1 / math.log(2)), np.float32(math.log(2))
 
 def blocks_of_span(block_size: int, table_len: int) -> int:
     """How many blocks are attended to at a time."""
-    return max(1, _SPAN_TOKENS // block_size, -(-table_len // _MOST_SPANS))
+    chunk_blocks = max(1, CHUNK_TOKENS // block_size)
+    blocks = max(1, _SPAN_TOKENS // block_size, -(-table_len // _MOST_SPANS))
+    return -(-blocks // chunk_blocks) * chunk_blocks
 
 
-def _attend_by(width: int, value_width: int):
+@compiled()
+def _turn_keys(kv, table, blocks, k, sizes, ahead, lines, turned):
+    """Write a chunk's keys of a KV head by columns, a line for each of their numbers."""
+    num_kv_heads, _, block_size, row, head_size, pool = sizes
+    is_square = block_size % _SQUARE == 0 and head_size % _SQUARE == 0
+    columns = carray(pointer_to(turned, types.float32), (head_size, lines))
+    place = 0
+    for b in range(blocks[0], blocks[1]):
+        key = kv + (block_of(table, b, pool) * num_kv_heads + k) * block_size * row
+        following = _block_ahead(table, b, ahead, pool)
+        fetched = kv + (following * num_kv_heads + k) * block_size * row
+        if is_square:
+            part = _SQUARE * row // (head_size // _SQUARE)
+            for t in range(0, block_size, _SQUARE):
+                for h in range(0, head_size, _SQUARE):
+                    for i in range(0, part, _CACHE_LINE):
+                        prefetch_for_later(fetched + i)
+                    fetched += part
+                    source, target = key + t * row + 4 * h, turned + 4 * (h * lines + place + t)
+                    transpose_square(source, row, target, 4 * lines, _SQUARE)
+        else:
+            numbers = carray(pointer_to(key, types.float32), (block_size, row // 4))
+            for h in range(head_size):
+                for t in range(block_size):
+                    columns[h, place + t] = numbers[t, h]
+        place += block_size
+
+
+@compiled()
+def _score(turned, query, head_size, lines, scores):
+    """A query's scores of a chunk's keys; each summed up in order, as in tiles."""
+    t = 0
+    while t + _WIDEST <= lines:
+        total, column = splat(_ZERO, _WIDEST), turned + 4 * t
+        for h in range(head_size):
+            total = add_product(total, query + 4 * h, load(column, _WIDEST))
+            column += 4 * lines
+        store(scores + 4 * t, total)
+        t += _WIDEST
+    while t < lines:
+        total, column = splat(_ZERO, LANES), turned + 4 * t
+        for h in range(head_size):
+            total = add_product(total, query + 4 * h, load(column, LANES))
+            column += 4 * lines
+        store(scores + 4 * t, total)
+        t += LANES
+
+
+def _attend_by(value_width: int):
     """What folds a chunk of keys into the softmax of one query of a KV head.
 
-    It takes `width` numbers of a key, and `value_width` of a value, in one go.
+    It takes `value_width` numbers of a value in one go.
     """
-
-    @compiled()
-    def scores_of(kv, table, blocks, k, sizes, ahead, query, parts):
-        """Parts of the scores of a KV head's queries, a line for each key, queries apart."""
-        num_kv_heads, group, block_size, row, head_size, part_bytes, pool = sizes
-        none = splat(_ZERO, width)
-        for b in range(blocks[0], blocks[1]):
-            key = kv + (block_of(table, b, pool) * num_kv_heads + k) * block_size * row
-            following = _block_ahead(table, b, ahead, pool)
-            fetched = kv + (following * num_kv_heads + k) * block_size * row
-            for _ in range(0, block_size, 4):
-                for i in range(0, 4 * row, _CACHE_LINE):
-                    prefetch_for_later(fetched + i)
-                fetched += 4 * row
-                for g in range(group):
-                    q, place = query + 4 * g * head_size, parts + g * part_bytes
-                    s0, s1, s2, s3 = none, none, none, none
-                    for h in range(0, 4 * head_size, 4 * width):
-                        own, at = load(q + h, width), key + h
-                        s0 = add_products(s0, own, load(at, width))
-                        s1 = add_products(s1, own, load(at + row, width))
-                        s2 = add_products(s2, own, load(at + 2 * row, width))
-                        s3 = add_products(s3, own, load(at + 3 * row, width))
-                    store(place, s0)
-                    store(place + _LINE, s1)
-                    store(place + 2 * _LINE, s2)
-                    store(place + 3 * _LINE, s3)
-                parts += 4 * _LINE
-                key += 4 * row
 
     @compiled()
     def add_values(kv, table, blocks, k, sizes, seen, shrink, weights, acc):
         """Add the values of the keys `seen[0]` to `seen[1]`, what was there before shrunk."""
-        num_kv_heads, _, block_size, row, head_size, _, pool = sizes
+        num_kv_heads, _, block_size, row, head_size, pool = sizes
         first_block = blocks[0] * block_size
         for h in range(0, 4 * head_size, 4 * value_width):
-            even = load(acc + h, value_width) * splat(shrink, value_width)
-            odd = splat(_ZERO, value_width)
+            total = load(acc + h, value_width) * splat(shrink, value_width)
             for b in range(blocks[0], blocks[1]):
                 before = b * block_size - first_block
                 begin, end = max(0, seen[0] - before), min(block_size, seen[1] - before)
                 value = kv + (block_of(table, b, pool) * num_kv_heads + k) * block_size * row
                 value += begin * row + 4 * head_size + h
                 weight = weights + 4 * (before + begin)
-                for _ in range((end - begin) // 2):
-                    even = add_product(even, weight, load(value, value_width))
-                    odd = add_product(odd, weight + 4, load(value + row, value_width))
-                    value += 2 * row
-                    weight += 8
-                if (end - begin) % 2 == 1:
-                    even = add_product(even, weight, load(value, value_width))
-            store(acc + h, even + odd)
+                for _ in range(begin, end):
+                    total = add_product(total, weight, load(value, value_width))
+                    value += row
+                    weight += 4
+            store(acc + h, total)
 
     @compiled()
     def attend(kv, table, begin, end, length, first, sizes, ahead, work):
         """The softmax of one sequence's query over the blocks `table[begin:end]`."""
-        num_kv_heads, group, block_size, _, head_size, part_bytes, _ = sizes
-        query, parts, scores, acc, peak, total, own = work
-        chunk = max(1, _CHUNK_TOKENS // block_size)
-        for low in range(begin, end, chunk):
+        num_kv_heads, group, block_size, _, head_size, _ = sizes
+        query, turned, scores, acc, peak, total, own = work
+        chunk = max(1, CHUNK_TOKENS // block_size)
+        for low in range(begin // chunk * chunk, end, chunk):
             blocks = low, min(low + chunk, end)
             num_keys = (blocks[1] - low) * block_size
-            lines = (num_keys + _LANES - 1) // _LANES * _LANES
+            lines = (num_keys + LANES - 1) // LANES * LANES
             seen = max(0, first - low * block_size), min(num_keys, length - low * block_size)
             for k in range(num_kv_heads):
-                queries = query + 4 * k * group * head_size
-                scores_of(kv, table, blocks, k, sizes, ahead, queries, parts)
-                for g in range(group):
-                    n = k * group + g
-                    for t in range(0, lines, _LANES):
-                        store(scores + 4 * t, sums_of_rows(parts + g * part_bytes + t * _LINE))
+                _turn_keys(kv, table, blocks, k, sizes, ahead, lines, turned)
+                for n in range(k * group, (k + 1) * group):
+                    _score(turned, query + 4 * n * head_size, head_size, lines, scores)
                     own[: seen[0]] = _NONE
                     own[seen[1] : lines] = _NONE
-                    highest = load(scores, _LANES)
-                    for t in range(_LANES, lines, _LANES):
-                        highest = larger(load(scores + 4 * t, _LANES), highest)
+                    highest = load(scores, LANES)
+                    for t in range(LANES, lines, LANES):
+                        highest = larger(load(scores + 4 * t, LANES), highest)
                     before, top = peak[n], max(peak[n], largest_of(highest))
-                    highest, added = splat(top, _LANES), splat(_ZERO, _LANES)
-                    for t in range(0, lines, _LANES):
-                        weight = power_of_two(load(scores + 4 * t, _LANES) - highest)
+                    highest, added = splat(top, LANES), splat(_ZERO, LANES)
+                    for t in range(0, lines, LANES):
+                        weight = power_of_two(load(scores + 4 * t, LANES) - highest)
                         store(scores + 4 * t, weight)
                         added = added + weight
-                    shrink = largest_of(power_of_two(splat(before - top, _LANES)))
-                    peak[n], total[n] = top, total[n] * shrink + sum_of(added)
+                    shrink = _power(before - top)
+                    peak[n], total[n] = top, _fused(total[n], shrink, sum_of(added))
                     place = acc + 4 * n * head_size
                     add_values(kv, table, blocks, k, sizes, seen, shrink, scores, place)
 
     return attend
+
+
+@compiled()
+def _power(exponent):
+    return largest_of(power_of_two(splat(exponent, LANES)))
+
+
+@compiled()
+def _fused(a, b, c):
+    """a * b + c, rounded once."""
+    return largest_of(add_products(splat(c, LANES), splat(a, LANES), splat(b, LANES)))
 
 
 @compiled()
@@ -173,22 +200,22 @@ def _block_ahead(table, b, ahead, pool):
     return block_of(table, b, pool)
 
 
-_attend_narrow = _attend_by(4, 4)
-_attend_lanes = _attend_by(_LANES, _LANES)
-_attend_wide = _attend_by(_LANES, max(_LANES, _WIDEST))
+_attend_narrow, _attend_lanes, _attend_wide = (_attend_by(w) for w in (4, LANES, _WIDEST))
 
 
 @compiled()
 def _extent(record, s):
     """(row, context length, first position, first block, end of the blocks) of a decoding sequence.
 
-    No blocks if it has none, or more than one query.
+    Without the spans that a group attends to. No blocks if it has none, or more than one query.
     """
     row, num_queries, length = queries_of(record, s)
-    if num_queries != 1 or record[IN_TILES]:
+    if num_queries != 1:
         return 0, 0, 0, 0, 0
     first = max(0, length - record[WINDOW]) if record[WINDOW] > 0 else 0
-    return row, length, first, first // record[B], (length + record[B] - 1) // record[B]
+    begin = max(first // record[B], shared_spans(record, s) * record[SPAN_BLOCKS])
+    end = (length + record[B] - 1) // record[B]
+    return row, length, first, min(begin, end), end
 
 
 @compiled()
@@ -202,35 +229,27 @@ def count_blocks(record):
 
 
 @compiled()
-def _slots_of(record):
-    """Unmerged results, by sequence and span."""
-    shape = (record[S], record[SPANS], record[N], record[H] + 2)
-    return carray(pointer_to(record[SLOTS], types.float32), shape)
-
-
-@compiled()
 def run_chunk(record, index, chunks):
     """Attend to the spans that begin in one chunk of the blocks."""
     q, tables, out, lse = arrays_of(record)
     num_heads, head_size, block_size = record[N], record[H], record[B]
     group, factor = num_heads // record[K], scale_of(record) * _LOG2_E
-    lines = (max(_CHUNK_TOKENS, block_size) + _LANES - 1) // _LANES * _LANES
-    # Of narrow parts of scores, what is beside them in their lines stays zero.
-    memory = np.zeros(_LANES * (group + 1) * lines + 2 * num_heads * head_size + _LANES, np.float32)
-    offset = -(address_of(memory) // 4) % _LANES
-    parts_size = _LANES * group * lines
-    own = memory[offset + parts_size : offset + parts_size + lines]
-    rest = memory[offset + parts_size + lines :]
+    lines = (max(CHUNK_TOKENS, block_size) + LANES - 1) // LANES * LANES
+    size = (head_size + 1) * lines + 2 * num_heads * head_size + LANES
+    memory = np.zeros(size, np.float32)  # what lies beside the keys of a short chunk is a number
+    offset = -(address_of(memory) // 4) % LANES
+    own = memory[offset + head_size * lines :][:lines]
+    rest = memory[offset + (head_size + 1) * lines :]
     query = rest[: num_heads * head_size].reshape(num_heads, head_size)
     acc = rest[num_heads * head_size :][: num_heads * head_size].reshape(num_heads, head_size)
     peak, total = np.empty(num_heads, np.float32), np.empty(num_heads, np.float32)
-    parts = address_of(memory) + 4 * offset
-    scores = parts + 4 * parts_size
+    turned = address_of(memory) + 4 * offset
+    scores = turned + 4 * head_size * lines
     queries = scores + 4 * lines
-    work = (queries, parts, scores, queries + 4 * query.size, peak, total, own)
-    sizes = (record[K], group, block_size, 4 * record[ROW], head_size, _LINE * lines, record[P])
+    work = (queries, turned, scores, queries + 4 * query.size, peak, total, own)
+    sizes = (record[K], group, block_size, 4 * record[ROW], head_size, record[P])
 
-    slots, span_blocks, before = _slots_of(record), record[SPAN_BLOCKS], 0
+    slots, span_blocks, before = slots_of(record), record[SPAN_BLOCKS], 0
     low, high = record[COUNT] * index // chunks, record[COUNT] * (index + 1) // chunks
     for s in range(record[S]):
         row, length, first, begin, end = _extent(record, s)
@@ -240,7 +259,7 @@ def run_chunk(record, index, chunks):
         _, _, _, next_begin, next_end = _extent(record, following)
         distance = 2
         ahead = (distance, end, tables[following], next_begin, next_end - next_begin)
-        whole = begin // span_blocks == (end - 1) // span_blocks
+        whole = begin // span_blocks == (end - 1) // span_blocks and shared_spans(record, s) == 0
         for span in range(begin // span_blocks, (end - 1) // span_blocks + 1):
             blocks = max(begin, span * span_blocks), min(end, (span + 1) * span_blocks)
             is_mine = low <= before < high
@@ -254,7 +273,7 @@ def run_chunk(record, index, chunks):
             args = (record[KV], tables[s], *blocks, length, first, sizes, ahead, work)
             if head_size % _WIDEST == 0:
                 _attend_wide(*args)
-            elif head_size % _LANES == 0:
+            elif head_size % LANES == 0:
                 _attend_lanes(*args)
             else:
                 _attend_narrow(*args)
@@ -271,28 +290,52 @@ def run_chunk(record, index, chunks):
                     slot[head_size], slot[head_size + 1] = peak[n], total[n]
 
 
-@compiled(fastmath=_FAST)
+def _fold_by(width: int):
+    """What folds a span's values into those of the spans before it."""
+
+    @compiled()
+    def fold(place, shrink, own, factor, size):
+        for h in range(0, 4 * size, 4 * width):
+            added = load(place + h, width) * splat(shrink, width)
+            store(place + h, add_products(added, load(own + h, width), splat(factor, width)))
+
+    return fold
+
+
+_fold_narrow, _fold_lanes = _fold_by(4), _fold_by(LANES)
+
+
+@compiled()
 def merge_spans(record):
-    """Put together the spans of each sequence that has several."""
+    """Put together the spans of each sequence that has several, in their order, as tiles do.
+
+    What a group's tile has left of the shared ones is the first.
+    """
     _, _, out, lse = arrays_of(record)
-    slots, head_size = _slots_of(record), record[H]
+    slots, head_size = slots_of(record), record[H]
     for s in range(record[S]):
         row, _, _, begin, end = _extent(record, s)
-        spans = range(begin // record[SPAN_BLOCKS], (end - 1) // record[SPAN_BLOCKS] + 1)
-        if begin == end or len(spans) == 1:
+        shared = shared_spans(record, s)
+        first = shared - 1 if shared > 0 else begin // record[SPAN_BLOCKS]
+        spans = range(first, (end - 1) // record[SPAN_BLOCKS] + 1)
+        if end == 0 or (len(spans) == 1 and shared == 0):
             continue
         for n in range(record[N]):
             peak, total, values = _NONE, _ZERO, out[row, n]
-            for span in spans:
-                peak = max(peak, slots[s, span, n, head_size])
+            place = record[OUT] + 4 * (row * record[N] + n) * head_size
             for h in range(head_size):
                 values[h] = _ZERO
             for span in spans:
                 slot = slots[s, span, n]
-                weight = np.float32(2.0 ** (slot[head_size] - peak))
-                total += weight * slot[head_size + 1]
-                for h in range(head_size):
-                    values[h] += weight * slot[h]
+                top = max(peak, slot[head_size])
+                shrink, factor = _power(peak - top), _power(slot[head_size] - top)
+                peak, total = top, _fused(slot[head_size + 1], factor, total * shrink)
+                own = ((s * record[SPANS] + span) * record[N] + n) * (head_size + 2)
+                own = record[SLOTS] + 4 * own
+                if head_size % LANES == 0:
+                    _fold_lanes(place, shrink, own, factor, head_size)
+                else:
+                    _fold_narrow(place, shrink, own, factor, head_size)
             inverse = _ONE / total
             for h in range(head_size):
                 values[h] *= inverse

@@ -13,8 +13,10 @@ from ..xla_threads import OWN, buffer_of, compiled, shape_of
 # Words of the record of a call, which threads share: addresses, sizes, options, items.
 Q, KV, TABLES, LENS, STARTS, SCALE, OUT, LSE, SLOTS = range(OWN, OWN + 9)
 T, N, H, P, K, B, ROW, S, M, SPANS = range(OWN + 9, OWN + 19)
-WINDOW, SPAN_BLOCKS, IS_CAUSAL, IN_TILES, COUNT, CHUNKS, TILES = range(OWN + 19, OWN + 26)
-RECORD_WORDS = OWN + 26
+WINDOW, SPAN_BLOCKS, IS_CAUSAL, COUNT, CHUNKS, TILES = range(OWN + 19, OWN + 25)
+# Of shared prefixes, if there are any: as many groups as sequences, some of them empty.
+GROUPS, ORDER, GROUP_START, LEADER, GROUP_BLOCKS, NUM_BLOCKS = range(OWN + 25, OWN + 31)
+RECORD_WORDS = OWN + 31
 
 
 @compiled()
@@ -29,28 +31,83 @@ def fill_record(record, frame):
         record[at] = buffer_of(frame[RETS], index)[DATA]
     q, kv = shape_of(frame[ARGS], 0, 3), shape_of(frame[ARGS], 1, 4)
     tables, slots = shape_of(frame[ARGS], 2, 2), shape_of(frame[RETS], 2, 4)
-    numbers = carray(pointer_to(buffer_of(frame[ARGS], 6)[DATA], types.int32), (5,))
+    numbers = carray(pointer_to(buffer_of(frame[ARGS], 6)[DATA], types.int32), (4,))
     record[T], record[N], record[H] = q[0], q[1], q[2]
     record[P], record[K], record[B], record[ROW] = kv[0], kv[1], kv[2], kv[3]
     record[S], record[M], record[SPANS] = tables[0], tables[1], slots[1]
     record[WINDOW], record[SPAN_BLOCKS] = numbers[0], numbers[1]
-    record[IS_CAUSAL], record[IN_TILES] = numbers[3], numbers[4]
+    record[IS_CAUSAL] = numbers[3]
+    record[GROUPS] = shape_of(frame[ARGS], 7, 1)[0]
+    for at, index in (
+        (ORDER, 7),
+        (GROUP_START, 8),
+        (LEADER, 9),
+        (GROUP_BLOCKS, 10),
+        (NUM_BLOCKS, 11),
+    ):
+        record[at] = buffer_of(frame[ARGS], index)[DATA]
     return np.int64(numbers[2])
 
 
 @compiled()
 def queries_of(record, s):
-    """(first row, number of queries, context length) of sequence s.
+    """(first row, number of queries, context length) of sequence s, or of group s - S.
 
     (0, 0, 0) if there is nothing to do: lists that do not fit together are an error, but nothing
-    to read or write elsewhere for.
+    to read or write elsewhere for. A group's queries are in places of their order, not in rows.
     """
+    if s >= record[S]:
+        group = s - record[S]
+        starts = carray(pointer_to(record[GROUP_START], types.int32), (record[GROUPS] + 1,))
+        begin, end = np.int64(starts[group]), np.int64(starts[group + 1])
+        length = _whole_spans(record, record[GROUP_BLOCKS], group) * record[SPAN_BLOCKS] * record[B]
+        if not (0 <= begin < end <= record[T]) or length < 1 or length > record[M] * record[B]:
+            return 0, 0, 0
+        return begin, end - begin, length
     starts = carray(pointer_to(record[STARTS], types.int32), (record[S] + 1,))
     begin, end = np.int64(starts[s]), np.int64(starts[s + 1])
     length = np.int64(carray(pointer_to(record[LENS], types.int32), (record[S],))[s])
     if not (0 <= begin < end <= record[T]) or length < 1 or length > record[M] * record[B]:
         return 0, 0, 0
     return begin, end - begin, length
+
+
+@compiled()
+def _whole_spans(record, address, index):
+    """How many spans lie within the blocks that a list has at an index."""
+    count = carray(pointer_to(address, types.int32), (record[GROUPS],))[index]
+    return max(np.int64(count), 0) // record[SPAN_BLOCKS]
+
+
+@compiled()
+def shared_spans(record, s):
+    """The leading spans of sequence s that its group's tiles attend to."""
+    return _whole_spans(record, record[NUM_BLOCKS], s) if record[GROUPS] > 0 else 0
+
+
+@compiled()
+def row_of(record, s, place):
+    """The row of a query that `queries_of` speaks of."""
+    if s < record[S]:
+        return place
+    return np.int64(carray(pointer_to(record[ORDER], types.int32), (record[GROUPS],))[place])
+
+
+@compiled()
+def table_of(record, s):
+    """The sequence whose block table a sequence, or a group, goes by."""
+    if s < record[S]:
+        return s
+    return np.int64(
+        carray(pointer_to(record[LEADER], types.int32), (record[GROUPS],))[s - record[S]]
+    )
+
+
+@compiled()
+def slots_of(record):
+    """Unmerged results, by sequence and span: values, peak and total."""
+    shape = (record[S], record[SPANS], record[N], record[H] + 2)
+    return carray(pointer_to(record[SLOTS], types.float32), shape)
 
 
 @compiled()

@@ -2,8 +2,9 @@
 
 The queries of a KV head are cut into tiles, a query in each place of a wide vector, and keys and
 values are numbers that they are multiplied with, read from the blocks where they lie. Keys are
-taken in chunks, where their own positions say, and each place is computed as if it were alone, so
-no bit depends on what else is computed, or by how many threads.
+taken in chunks and spans, where their own positions say, each place is computed as if it were
+alone, and decode computes what is in a place here in the same order (`numba_decode`): so no bit
+depends on what else is computed, or by how many threads.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 
 from ..vectors import (
     add_product,
+    add_products,
     larger,
     load,
     only_between,
@@ -26,10 +28,11 @@ from ..vectors import (
 from ..xla_ffi import prefetch
 from ..xla_threads import address_of, compiled
 from .numba_record import (
-    IN_TILES,
+    GROUPS,
     IS_CAUSAL,
     KV,
     ROW,
+    SPAN_BLOCKS,
     WINDOW,
     B,
     H,
@@ -40,12 +43,18 @@ from .numba_record import (
     arrays_of,
     block_of,
     queries_of,
+    row_of,
     scale_of,
+    shared_spans,
+    slots_of,
+    table_of,
 )
 
 WIDEST = widest()
 _SQUARE = min(16, WIDEST // 2)
-_CHUNK_TOKENS, _CACHE_LINE = 64, 64
+CHUNK_TOKENS, _CACHE_LINE = 64, 64
+# Weights are summed up side by side, every so many keys, and then these sums by halves.
+LANES = 16
 _LOG2_E, _LN_2 = np.float32(1 / math.log(2)), np.float32(math.log(2))
 _ZERO, _ONE, _NONE = np.float32(0), np.float32(1), np.float32(-np.inf)
 _LOWEST = np.finfo(np.float32).min
@@ -63,7 +72,7 @@ def _attend_to(width: int):
         What is to follow, up to block `last`, is fetched meanwhile.
         """
         num_kv_heads, block_size, row_len, head_size, pool = sizes
-        query, scores, acc, peak, total, low, high = tile
+        query, scores, sums, acc, peak, total, low, high = tile
         row = 4 * row_len
         none = splat(_ZERO, width)
         place = scores
@@ -104,12 +113,20 @@ def _attend_to(width: int):
         # Who has seen nothing yet has no peak to take off.
         highest = larger(highest, splat(_LOWEST, width))
         shrink = power_of_two(before - highest)
-        added = load(total, width) * shrink
-        for t in range(num_keys):
-            weight = power_of_two(load(scores + t * line, width) - highest)
-            store(scores + t * line, weight)
-            added = added + weight
-        store(total, added)
+        for first in range(LANES):
+            added = none
+            for t in range(first, num_keys, LANES):
+                weight = power_of_two(load(scores + t * line, width) - highest)
+                store(scores + t * line, weight)
+                added = added + weight
+            store(sums + first * line, added)
+        half = LANES // 2
+        while half > 0:
+            for i in range(half):
+                added = load(sums + i * line, width) + load(sums + (half + i) * line, width)
+                store(sums + i * line, added)
+            half //= 2
+        store(total, add_products(load(sums, width), load(total, width), shrink))
 
         for h in range(0, head_size, 4):
             own = acc + h * line
@@ -135,14 +152,41 @@ def _attend_to(width: int):
     return attend
 
 
+def _fold_by(width: int):
+    """What folds a span into those before it, and makes room for the next one."""
+    line = 4 * width
+
+    @compiled()
+    def fold(head_size, span, whole):
+        acc, peak, total = span
+        all_acc, all_peak, all_total = whole
+        before, own = load(all_peak, width), load(peak, width)
+        top = larger(before, own)
+        store(all_peak, top)
+        store(peak, splat(_NONE, width))
+        # Who has seen nothing yet has no peak to take off.
+        top = larger(top, splat(_LOWEST, width))
+        shrink, factor, none = power_of_two(before - top), power_of_two(own - top), top - top
+        added = add_products(load(all_total, width) * shrink, load(total, width), factor)
+        store(all_total, added)
+        store(total, none)
+        for h in range(head_size):
+            added = load(all_acc + h * line, width) * shrink
+            store(all_acc + h * line, add_products(added, load(acc + h * line, width), factor))
+            store(acc + h * line, none)
+
+    return fold
+
+
 _attend_wide, _attend_narrow = _attend_to(WIDEST), _attend_to(WIDEST // 2)
+_fold_wide, _fold_narrow = _fold_by(WIDEST), _fold_by(WIDEST // 2)
 
 
 @compiled()
 def _tiles_of(record, s):
     """How many tiles the queries of sequence s make for each KV head."""
     _, num_queries, _ = queries_of(record, s)
-    if num_queries == 0 or (num_queries == 1 and not record[IN_TILES]):
+    if num_queries == 0 or (num_queries == 1 and s < record[S]):
         return 0
     return (num_queries * (record[N] // record[K]) + WIDEST - 1) // WIDEST
 
@@ -151,7 +195,7 @@ def _tiles_of(record, s):
 def count_tiles(record):
     """(tiles of all sequences and KV heads, operations they take at most)."""
     count, operations = 0, 0
-    for s in range(record[S]):
+    for s in range(record[S] + record[GROUPS]):
         tiles, (_, _, length) = _tiles_of(record, s) * record[K], queries_of(record, s)
         count += tiles
         operations += tiles * WIDEST * length * record[H] * 4
@@ -175,9 +219,9 @@ def run_tile(record, index):
     else:
         width, k, first = WIDEST // 2, index - wide * record[K], wide * WIDEST
     block_size = record[B]
-    chunk_blocks = max(1, _CHUNK_TOKENS // block_size)
+    chunk_blocks = max(1, CHUNK_TOKENS // block_size)
     padded = _padded(record[H])
-    lines = 2 * padded + chunk_blocks * block_size + 4
+    lines = 3 * padded + chunk_blocks * block_size + LANES + 6
     memory = np.empty(lines * width + padded * _SQUARE + 16, np.float32)
     _run_tile(record, s, k, first, width, chunk_blocks, memory)
 
@@ -192,7 +236,7 @@ def _padded(head_size):
 def _place_of(record, s, k, i):
     """(row, head) of query i of those that sequence s has of a KV head."""
     group = record[N] // record[K]
-    return queries_of(record, s)[0] + i // group, k * group + i % group
+    return row_of(record, s, queries_of(record, s)[0] + i // group), k * group + i % group
 
 
 @compiled()
@@ -217,6 +261,7 @@ def _lay_out(record, s, k, first, count, factor, rows, query, line):
 def _write_out(record, s, k, first, count, peak, total, rows, acc, line):
     """Write the results of `count` queries that lie side by side from the address `acc` on."""
     _, _, out, lse = arrays_of(record)
+    slots = slots_of(record)
     head_size, (num_rows, row_len) = record[H], rows.shape
     for begin in range(0, count, num_rows):
         for h in range(0, row_len, _SQUARE):
@@ -224,6 +269,12 @@ def _write_out(record, s, k, first, count, peak, total, rows, acc, line):
             transpose_square(acc + h * line + 4 * begin, line, place, 4 * row_len, _SQUARE)
         for i in range(begin, min(begin + num_rows, count)):
             row, n = _place_of(record, s, k, first + i)
+            if s >= record[S]:
+                slot = slots[row, shared_spans(record, row) - 1, n]
+                for h in range(head_size):
+                    slot[h] = rows[i - begin, h]
+                slot[head_size], slot[head_size + 1] = peak[i], total[i]
+                continue
             inverse = _ONE / total[i] if total[i] > 0 else _ZERO
             for h in range(head_size):
                 out[row, n, h] = rows[i - begin, h] * inverse
@@ -240,30 +291,33 @@ def _run_tile(record, s, k, first, width, chunk_blocks, memory):
     rows = memory[: _SQUARE * padded].reshape(_SQUARE, padded)
     memory = memory[_SQUARE * padded :]
     lines = memory[: memory.size // width * width].reshape(-1, width)
-    acc, seen = lines[padded : 2 * padded], lines[2 * padded :]
-    peak, total = seen[0], seen[1]
-    low, high = seen[2].view(np.int32), seen[3].view(np.int32)
+    # Of the queries: themselves, a span's values and those of all spans, then what is seen.
+    acc, seen = lines[padded : 3 * padded], lines[3 * padded :]
+    seen[0], seen[1], seen[2], seen[3] = _NONE, _ZERO, _NONE, _ZERO
+    low, high = seen[4].view(np.int32), seen[5].view(np.int32)
     query = address_of(lines)
-    acc_at, seen_at = query + padded * line, query + 2 * padded * line
+    acc_at, seen_at = query + padded * line, query + 3 * padded * line
+    span = acc_at, seen_at, seen_at + line
+    whole = acc_at + padded * line, seen_at + 2 * line, seen_at + 3 * line
+    sums = seen_at + 6 * line
     tile = (
         query,
+        sums + LANES * line,
+        sums,
+        *span,
         seen_at + 4 * line,
-        acc_at,
-        seen_at,
-        seen_at + line,
-        seen_at + 2 * line,
-        seen_at + 3 * line,
+        seen_at + 5 * line,
     )
 
-    _, tables, _, _ = arrays_of(record)
-    start, num_queries, length = queries_of(record, s)
+    table = arrays_of(record)[1][table_of(record, s)]
+    _, num_queries, length = queries_of(record, s)
     group = record[N] // record[K]
     count, window = min(width, num_queries * group - first), record[WINDOW]
-    rows[:], acc[:], peak[:], total[:], low[:], high[:] = _ZERO, _ZERO, _NONE, _ZERO, 1, 0
+    rows[:], acc[:], low[:], high[:] = _ZERO, _ZERO, 1, 0
     _lay_out(record, s, k, first, count, scale_of(record) * _LOG2_E, rows, query, line)
     for i in range(count):
-        row, _ = _place_of(record, s, k, first + i)
-        high[i] = length - num_queries + row - start if record[IS_CAUSAL] else length - 1
+        own = length - num_queries + (first + i) // group
+        high[i] = own if record[IS_CAUSAL] and s < record[S] else length - 1
         low[i] = max(0, high[i] - window + 1) if window > 0 else 0
 
     sizes = (record[K], block_size, record[ROW], head_size, record[P])
@@ -273,10 +327,15 @@ def _run_tile(record, s, k, first, width, chunk_blocks, memory):
     while begin < num_blocks:
         end = min(begin + chunk_blocks, num_blocks)
         is_masked = end * block_size > high[0] + 1 or begin * block_size < last_low
-        args = (record[KV], tables[s], begin, end, num_blocks - 1, k, sizes, is_masked, tile)
+        args = (record[KV], table, begin, end, num_blocks - 1, k, sizes, is_masked, tile)
         if width == WIDEST:
             _attend_wide(*args)
         else:
             _attend_narrow(*args)
         begin = end
-    _write_out(record, s, k, first, count, peak, total, rows, acc_at, line)
+        if begin % record[SPAN_BLOCKS] == 0 or begin == num_blocks:
+            if width == WIDEST:
+                _fold_wide(head_size, span, whole)
+            else:
+                _fold_narrow(head_size, span, whole)
+    _write_out(record, s, k, first, count, seen[2], seen[3], rows, whole[0], line)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..layout import NULL_BLOCK, check_index_dtype
+from ..chips import current_platform
+from ..dispatch import NUMBA
+from ..layout import NULL_BLOCK, check_cache, check_index_dtype, debug_check_block_ids
 from ..merge_states import merge_states
 from ..paged_attention import paged_attention
+from ..paged_attention.arguments import AttentionOptions
+from ..paged_attention.numba import paged_attention_numba
 
 
 @jax.tree_util.register_dataclass
@@ -45,6 +51,7 @@ def shared_prefix_attention(
     sinks: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    batch_invariant: bool = False,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Decode attention with one query per sequence; equal to `paged_attention` but for rounding.
@@ -52,7 +59,9 @@ def shared_prefix_attention(
     The queries of a group attend to its shared blocks as one tile, so that these are read once
     per group and not once per sequence; each query then attends to the rest of its own context,
     and the two states are merged. It pays where the reads that it saves outweigh a second pass
-    over the queries: many sequences, a long prefix.
+    over the queries: many sequences, a long prefix. With "numba" both are one call, which takes
+    whole spans of the shared blocks (256 tokens) and puts all spans together in one order: not one
+    bit differs from `paged_attention`.
 
     Args:
         q: `[S, N, H]`.
@@ -62,6 +71,7 @@ def shared_prefix_attention(
         prefixes: who shares what. Every shared block must be full and in all members' tables at
             the same columns.
         scale, soft_cap, sinks, k_scale, v_scale, implementation: as for `paged_attention`.
+        batch_invariant: as for `paged_attention`; but for "numba" it leaves nothing to share.
 
     Returns:
         `(out [S, N, H], lse float32[S, N])`, as `paged_attention` with `max_query_len=1`.
@@ -92,8 +102,19 @@ def shared_prefix_attention(
         "soft_cap": soft_cap,
         "k_scale": k_scale,
         "v_scale": v_scale,
+        "batch_invariant": batch_invariant,
         "implementation": implementation,
     }
+    args = q, kv_cache, block_tables, context_lens
+    query_start = jnp.arange(num_seqs + 1, dtype=jnp.int32)
+    try:
+        if implementation == NUMBA or (implementation is None and current_platform() == "cpu"):
+            return _in_one_call(*args, query_start, sinks, prefixes, options)
+    except NotImplementedError:
+        if implementation == NUMBA:
+            raise
+    if batch_invariant:
+        return paged_attention(*args, query_start, max_query_len=1, sinks=sinks, **options)
     block_size, table_len = kv_cache.shape[2], block_tables.shape[1]
     prefix_out, prefix_lse = paged_attention(
         q[prefixes.order],
@@ -113,10 +134,47 @@ def shared_prefix_attention(
         kv_cache,
         jnp.where(column < table_len, rest, NULL_BLOCK),
         jnp.maximum(context_lens - prefixes.num_blocks * block_size, 0),
-        jnp.arange(num_seqs + 1, dtype=jnp.int32),
+        query_start,
         max_query_len=1,
         sinks=sinks,
         **options,
     )
     prefix_lse = jnp.where(context_lens[:, None] > 0, prefix_lse[back], -jnp.inf)
     return merge_states(prefix_out[back], prefix_lse, out, lse)
+
+
+def _in_one_call(
+    q: jax.Array,
+    kv_cache: jax.Array,
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    query_start: jax.Array,
+    sinks: jax.Array | None,
+    prefixes: SharedPrefixes,
+    options: dict[str, Any],
+) -> tuple[jax.Array, jax.Array]:
+    num_kv_heads = kv_cache.shape[1] if kv_cache.ndim == 4 else 0
+    if num_kv_heads == 0 or q.shape[1] % num_kv_heads:
+        raise ValueError(f"{q.shape=} must have a multiple of the KV heads of {kv_cache.shape=}")
+    check_cache(kv_cache, num_kv_heads, q.shape[2])
+    if block_tables.ndim != 2 or block_tables.shape[0] != q.shape[0]:
+        raise ValueError(f"{block_tables.shape=} must be [S, M], S={q.shape[0]}")
+    check_index_dtype(block_tables=block_tables, context_lens=context_lens)
+    if options["k_scale"] is not None or options["v_scale"] is not None:
+        raise NotImplementedError("k_scale and v_scale are not supported")
+    if not q.shape[0]:
+        return jnp.zeros_like(q), jnp.zeros((0, q.shape[1]), jnp.float32)
+    first_position = jnp.arange(block_tables.shape[1], dtype=jnp.int32) * kv_cache.shape[2]
+    debug_check_block_ids(
+        block_tables, first_position[None, :] < context_lens[:, None], kv_cache.shape[0]
+    )
+    resolved = AttentionOptions(
+        max_query_len=1,
+        scale=1 / math.sqrt(q.shape[2]) if options["scale"] is None else options["scale"],
+        sliding_window=None,
+        soft_cap=options["soft_cap"],
+    )
+    lists = block_tables, context_lens, query_start
+    names = ("order", "group_start", "leader", "group_blocks", "num_blocks")
+    own = [getattr(prefixes, name) for name in names]
+    return paged_attention_numba(q, kv_cache, *lists, sinks, resolved, own)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 
 from octavo.paged import shared_prefixes
 from octavo.pallas_kernels import paged_attention, row_width, shared_prefix_attention
+from octavo.pallas_kernels.paged_attention.numba_decode import blocks_of_span
 
 from .implementations import H200, NUMBA, V6E, XLA, Implementation, params
 
@@ -49,7 +51,11 @@ def cascade(args: tuple[jax.Array, ...], implementation: Implementation, **optio
         seq = jnp.arange(len(lens), dtype=jnp.int32)
         leads = jnp.isin(seq, jnp.where(prefixes.group_blocks > 0, prefixes.leader, -1))
         column = jnp.arange(tables.shape[1], dtype=jnp.int32)
-        hidden = (column < prefixes.num_blocks[:, None]) & ~leads[:, None]
+        shared = prefixes.num_blocks
+        if implementation is NUMBA:  # which shares whole spans
+            span = blocks_of_span(B, tables.shape[1])
+            shared = shared // span * span
+        hidden = (column < shared[:, None]) & ~leads[:, None]
         tables = jnp.where(hidden, 10**6, tables)
         name = implementation.name
         return shared_prefix_attention(
@@ -89,6 +95,42 @@ def test_equals_attention_without_sharing(
     for a, b in zip(got, want, strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         np.testing.assert_allclose(a, b, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "heads", "block_size", "shared_tokens"),
+    [(8, (9, 3, 64), 16, 1040), (5, (4, 2, 16), 8, 300), (33, (9, 3, 64), 16, 600)],
+)
+def test_with_numba_not_one_bit_depends_on_what_is_shared(
+    num_seqs: int, heads: tuple[int, int, int], block_size: int, shared_tokens: int
+) -> None:
+    rng = np.random.default_rng(num_seqs)
+    num_heads, num_kv_heads, head_size = heads
+    table_len = 1400 // block_size
+    tables = 1 + rng.permutation(num_seqs * table_len).reshape(num_seqs, -1).astype(np.int32)
+    tables[1:-1, : shared_tokens // block_size] = tables[0, : shared_tokens // block_size]
+    lens = (shared_tokens + 1 + rng.integers(0, 300, num_seqs)).astype(np.int32)
+    lens[2], lens[-1] = 0, 17
+    shape = (num_seqs * table_len + 1, num_kv_heads, block_size, 2 * head_size)
+    args = rng.standard_normal((num_seqs, num_heads, head_size)), rng.standard_normal(shape)
+    args = tuple(map(jnp.float32, args))
+    lists = jnp.asarray(tables), jnp.asarray(lens)
+    prefixes = jax.jit(shared_prefixes, static_argnums=2)(*lists, block_size)
+    assert prefixes.group_blocks[0] >= blocks_of_span(block_size, table_len)
+    # A table that nobody needs but for what lies behind the shared spans.
+    span = blocks_of_span(block_size, table_len)
+    read = np.arange(table_len) >= np.asarray(prefixes.num_blocks)[:, None] // span * span
+    read[np.asarray(prefixes.leader)[0]] = True
+    own = jnp.where(read, lists[0], 10**6)
+    got = shared_prefix_attention(*args, own, lists[1], prefixes, implementation="numba")
+    start = jnp.arange(num_seqs + 1, dtype=jnp.int32)
+    for name, equal in (
+        ("numba", np.testing.assert_array_equal),
+        ("reference", partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-5)),
+    ):
+        want = paged_attention(*args, *lists, start, max_query_len=1, implementation=name)
+        for a, b in zip(got, want, strict=True):
+            equal(np.asarray(a), np.asarray(b))
 
 
 def test_quantised_caches_are_scaled_in_both_passes() -> None:
