@@ -1,7 +1,7 @@
 """Greedy tokens under every setting of the engine, against each prompt alone without a cache.
 
-    python benchmarks/exactness.py [--model smollm2] [--quantization w8a8] [--prompts 200] [--longest 4000] [--tokens 8] \
-        [--only chunk=64,pool=tight] [--json FILE]
+    python benchmarks/exactness.py [--model smollm2] [--quantization w8a8] [--prompts 200] \
+        [--longest 4000] [--tokens 8] [--only chunk=64,pool=tight] [--json FILE]
 
 The settings: prefix caching on and off, each request alone and sixteen at once, chunks of 64 and
 512 tokens, a pool with room for all and one that forces preemption (alone: eviction), cascade

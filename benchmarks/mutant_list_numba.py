@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mutant_list import ATTENTION, Mutant
 
 
@@ -31,6 +33,13 @@ def linear(what: str, old: str, new: str, case: str = "product and numba") -> Mu
     )
 
 
+def w8a8(what: str, old: str, new: str) -> Mutant:
+    return replace(
+        linear(f"w8a8: {what}", old, new, "product and numba and w8a8"),
+        file="linear/numba_int8.py",
+    )
+
+
 def scatter(what: str, old: str, new: str) -> Mutant:
     return Mutant(
         what=f"Numba scatter: {what}",
@@ -56,15 +65,15 @@ NUMBA_MUTANTS = (
     scatter("every other line", "8 * words, _LINE)", "8 * words, 2 * _LINE)"),
     decode(
         "values for keys",
-        "own, at = load(q + h, width), key + h",
-        "own, at = load(q + h, width), key + row // 2 + h",
+        "source, target = key + t * row + 4 * h,",
+        "source, target = key + t * row + 4 * (head_size + h),",
         "mixed",
     ),
     decode("keys for values", "begin * row + 4 * head_size + h", "begin * row + h", "mixed"),
     decode(
-        "another key's part of the score",
-        "store(place + 2 * _LINE, s2)",
-        "store(place + 2 * _LINE, s1)",
+        "another key's place",
+        "(h * lines + place + t)",
+        "(h * lines + t)",
         "mixed",
     ),
     decode(
@@ -80,7 +89,12 @@ NUMBA_MUTANTS = (
         "a window one wider", "length - record[WINDOW])", "length - record[WINDOW] - 1)", "window"
     ),
     decode("a window forgotten within a block", "max(0, first - low * block_size)", "0", "window"),
-    decode("a new peak leaves the old sum", "total[n] * shrink", "total[n] * _ONE", "decode-long"),
+    decode(
+        "a new peak leaves the old sum",
+        "_fused(total[n], shrink,",
+        "_fused(total[n], _ONE,",
+        "decode-long",
+    ),
     decode(
         "a new peak leaves the old values",
         "load(acc + h, value_width) * splat(shrink, value_width)",
@@ -88,15 +102,15 @@ NUMBA_MUTANTS = (
         "decode-long",
     ),
     decode(
-        "the last of an odd number of values is left out",
-        "(end - begin) % 2 == 1",
-        "(end - begin) % 2 == 2",
+        "the last value of a block is left out",
+        "for _ in range(begin, end):",
+        "for _ in range(begin, end - 1):",
         "mixed",
     ),
     decode(
         "weights of another head", "acc + 4 * n * head_size", "acc + 4 * k * head_size", "mixed"
     ),
-    decode("spans weigh the same", "2.0 ** (slot[head_size] - peak)", "1.0", "decode-long"),
+    decode("spans weigh the same", "_power(slot[head_size] - top)", "_ONE", "decode-long"),
     decode(
         "powers of two by natural logarithms",
         "np.float32(math.log2(total[n]))) * _LN_2",
@@ -105,8 +119,8 @@ NUMBA_MUTANTS = (
     ),
     decode(
         "the last span is left out",
-        "spans = range(begin // record[SPAN_BLOCKS], (end - 1) // record[SPAN_BLOCKS] + 1)",
-        "spans = range(begin // record[SPAN_BLOCKS], (end - 1) // record[SPAN_BLOCKS])",
+        "spans = range(first, (end - 1) // record[SPAN_BLOCKS] + 1)",
+        "spans = range(first, (end - 1) // record[SPAN_BLOCKS])",
         "decode-long",
     ),
     Mutant(
@@ -117,8 +131,8 @@ NUMBA_MUTANTS = (
         tests=ATTENTION,
         select="outside and numba",
     ),
-    decode("prompts decode as well", "num_queries != 1 or", "num_queries < 1 or", "mixed"),
-    decode("another group's queries", "query + 4 * k * group * head_size", "query", "mixed"),
+    decode("prompts decode as well", "num_queries != 1:", "num_queries < 1:", "mixed"),
+    decode("another group's queries", "query + 4 * n * head_size", "query", "mixed"),
     tiles(
         "another head's keys",
         "key = kv + (block_of(table, b, pool) * num_kv_heads + k)",
@@ -141,15 +155,31 @@ NUMBA_MUTANTS = (
     ),
     tiles("a window's first chunk is whole", "or begin * block_size < last_low", "", "window"),
     tiles("a window one wider", "high[i] - window + 1)", "high[i] - window)", "window"),
-    tiles("every query sees all", "if record[IS_CAUSAL] else", "if False else", "mixed"),
-    tiles("no query sees all", "if record[IS_CAUSAL] else", "if True else", "not-causal"),
+    tiles(
+        "every query sees all",
+        "if record[IS_CAUSAL] and s < record[S] else",
+        "if False else",
+        "mixed",
+    ),
+    tiles(
+        "no query sees all",
+        "if record[IS_CAUSAL] and s < record[S] else",
+        "if True else",
+        "not-causal",
+    ),
     tiles(
         "the scale is dropped", "scale_of(record) * _LOG2_E", "_LOG2_E * np.float32(0.125)", "scale"
     ),
     tiles(
         "a new peak leaves the old sum",
-        "load(total, width) * shrink",
-        "load(total, width)",
+        "load(total, width), shrink)",
+        "load(total, width), splat(_ONE, width))",
+        "prefill-over-tiles",
+    ),
+    tiles(
+        "spans weigh the same",
+        "power_of_two(own - top)",
+        "power_of_two(own - own)",
         "prefill-over-tiles",
     ),
     tiles(
@@ -210,6 +240,27 @@ NUMBA_MUTANTS = (
         "a group that is not full as if it were",
         "record[_ROWS] == 1 and count % GROUP == 0",
         "record[_ROWS] == 1",
+    ),
+    w8a8(
+        "another row's number",
+        "b3 = add_dots(a3, first, own), add_dots(b3",
+        "b3 = add_dots(a2, first, own), add_dots(b3",
+    ),
+    w8a8("sums begin with nothing", "a = splat_word(x + _OFFSET)", "a = splat_word(x)"),
+    w8a8(
+        "another group's factor",
+        "t2 = add_product(t2, x + 2 * row,",
+        "t2 = add_product(t2, x + row,",
+    ),
+    w8a8(
+        "a group that is not full has the row before's end",
+        "source = address_of(last)",
+        "source = x",
+    ),
+    w8a8(
+        "a part of a panel for the other",
+        "load_unsigned(weight + _PART), own)",
+        "load_unsigned(weight), own)",
     ),
     linear("every tile has the first one's rows", "4 * rows[0] * inputs", "0 * inputs", "tiles"),
 )

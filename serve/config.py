@@ -37,7 +37,7 @@ class EngineConfig:
     )
     max_speculative_seqs: int = _knob(4, "with more sequences than this decoding none is guessed")
     deterministic: bool = _knob(
-        False, "same logits to the bit, whatever was cached or runs beside (CPU only; slower)"
+        False, "same logits to the bit, whatever was cached or runs beside (CPU only)"
     )
     eviction_policy: str = _knob(
         "cost", f"which cached blocks go first when room is needed: {', '.join(POLICIES)}"

@@ -77,7 +77,7 @@ def paged_attention(
             stands for itself times its head's scale. None means 1, which int8 refuses.
         batch_invariant: compute every query as if it were alone, in steps that its position
             decides: its bits then do not depend on what else is computed beside or before it, on
-            a CPU (XLA promises nothing elsewhere). Decode takes longer.
+            a CPU (XLA promises nothing elsewhere). "numba" always does.
         implementation: None picks by platform; "mosaic_gpu", "mosaic_tpu", "numba" (CPUs, float32),
             "xla" or "reference". A named one never falls back.
 

@@ -10,8 +10,10 @@ import pytest
 from octavo.paged import PagedBatch, cached_attention, shared_prefixes, token_slots
 from octavo.pallas_kernels import row_width
 
-S, M, B, K, G, H = 3, 6, 8, 2, 2, 16
-LENS = np.array([41, 38, 46], np.int32)  # this step's token included
+# On a CPU whole spans are shared, of 256 tokens: the first 32 blocks.
+SHARED = 32
+S, M, B, K, G, H = 3, SHARED + 2, 8, 2, 2, 16
+LENS = np.array([265, 262, 270], np.int32)  # this step's token included
 
 
 def decode_batch(tables: jax.Array, named: bool) -> PagedBatch:
@@ -31,7 +33,7 @@ def decode_batch(tables: jax.Array, named: bool) -> PagedBatch:
 def step() -> tuple[jax.Array, ...]:
     rng = np.random.default_rng(0)
     tables = 1 + np.arange(S * M, dtype=np.int32).reshape(S, M)
-    tables[:, :4] = tables[0, :4]
+    tables[:, :SHARED] = tables[0, :SHARED]
     width = row_width(H, jax.default_backend())
     cache = jnp.asarray(rng.normal(size=(S * M + 1, K, B, width)), jnp.float32)
     q = jnp.asarray(rng.normal(size=(S, K * G, H)), jnp.float32)
@@ -47,7 +49,7 @@ def test_shared_prefixes_change_nothing_but_who_reads_them(step: tuple[jax.Array
     np.testing.assert_allclose(shared, plain, atol=2e-6)
     np.testing.assert_array_equal(written, again)
     # Members' own entries for the shared columns are not looked at: the leader's are.
-    other = tables.at[1:, :4].set(5)
+    other = tables.at[1:, :SHARED].set(5)
     hidden = PagedBatch(**{**vars(batch), "block_tables": other})
     np.testing.assert_array_equal(cached_attention(q, k, v, cache, hidden)[0], shared)
 

@@ -293,6 +293,8 @@ def test_what_the_kernel_cannot_do_is_refused_if_asked_for_and_done_by_xla_if_no
         linear(jnp.ones((4, 8)), jnp.ones((8, 1, 3)), jnp.ones((1, 3)), transposed=True)
     with pytest.raises(ValueError, match="must be int32"):
         linear(jnp.ones((4, 8)), jnp.ones((8, 1, 3)), jnp.ones((1, 3)))
-    for own in (jnp.ones((8, 3)), pack_weight(jnp.ones((8, 3)))):
+    packed = pack_weight(jnp.ones((8, 3)))
+    assert packed is not None
+    for own in (jnp.ones((8, 3)), packed):
         with pytest.raises(ValueError, match="quantize_x=True is for int8 weights"):
             linear(jnp.ones((4, 8)), own, quantize_x=True)

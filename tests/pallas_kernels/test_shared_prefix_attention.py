@@ -112,8 +112,8 @@ def test_with_numba_not_one_bit_depends_on_what_is_shared(
     lens = (shared_tokens + 1 + rng.integers(0, 300, num_seqs)).astype(np.int32)
     lens[2], lens[-1] = 0, 17
     shape = (num_seqs * table_len + 1, num_kv_heads, block_size, 2 * head_size)
-    args = rng.standard_normal((num_seqs, num_heads, head_size)), rng.standard_normal(shape)
-    args = tuple(map(jnp.float32, args))
+    q = jnp.asarray(rng.standard_normal((num_seqs, num_heads, head_size)), jnp.float32)
+    cache = jnp.asarray(rng.standard_normal(shape), jnp.float32)
     lists = jnp.asarray(tables), jnp.asarray(lens)
     prefixes = jax.jit(shared_prefixes, static_argnums=2)(*lists, block_size)
     assert prefixes.group_blocks[0] >= blocks_of_span(block_size, table_len)
@@ -122,13 +122,13 @@ def test_with_numba_not_one_bit_depends_on_what_is_shared(
     read = np.arange(table_len) >= np.asarray(prefixes.num_blocks)[:, None] // span * span
     read[np.asarray(prefixes.leader)[0]] = True
     own = jnp.where(read, lists[0], 10**6)
-    got = shared_prefix_attention(*args, own, lists[1], prefixes, implementation="numba")
+    got = shared_prefix_attention(q, cache, own, lists[1], prefixes, implementation="numba")
     start = jnp.arange(num_seqs + 1, dtype=jnp.int32)
     for name, equal in (
         ("numba", np.testing.assert_array_equal),
         ("reference", partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-5)),
     ):
-        want = paged_attention(*args, *lists, start, max_query_len=1, implementation=name)
+        want = paged_attention(q, cache, *lists, start, max_query_len=1, implementation=name)
         for a, b in zip(got, want, strict=True):
             equal(np.asarray(a), np.asarray(b))
 
