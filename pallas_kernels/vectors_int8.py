@@ -76,11 +76,23 @@ def add_dots(typing_context, total, unsigned, signed):
     """`total` and, word by word, the four products of unsigned bytes with signed ones."""
 
     def generate(context, builder, signature, args):
+        if not has_dot_products():  # it is compiled all the same, and never run
+            return _dots_without(builder, *args)
         # Not LLVM's intrinsic, whose types change from version to version.
         kind = ir.FunctionType(_WORDS, [_WORDS] * 3)
         return builder.asm(kind, "vpdpbusd $3, $2, $0", "=v,0,v,v", args, False)
 
     return words(words, words, words), generate
+
+
+def _dots_without(builder, total, unsigned, signed):
+    """What the instruction does, in others that every CPU has."""
+    for place in range(4):
+        left, right = (ir.Constant(_WORDS, [n] * LANES) for n in (24 - 8 * place, 24))
+        a = builder.lshr(builder.shl(unsigned, left), right)
+        b = builder.ashr(builder.shl(signed, left), right)
+        total = builder.add(total, builder.mul(a, b))
+    return total
 
 
 @intrinsic

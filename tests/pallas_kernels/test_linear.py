@@ -159,6 +159,33 @@ def test_a_row_that_is_not_a_number_stays_with_itself(
     np.testing.assert_array_equal(np.delete(spoilt, 3, 0), np.delete(clean, 3, 0))
 
 
+@pytest.mark.parametrize("has_instruction", [False, True])
+def test_products_of_bytes_are_summed_up_with_the_instruction_and_without_it(
+    has_instruction: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import numba
+
+    from octavo.pallas_kernels import vectors, vectors_int8
+
+    if has_instruction and not vectors_int8.has_dot_products():
+        pytest.skip("this CPU has no AVX-512 VNNI")
+    monkeypatch.setattr(vectors_int8, "has_dot_products", lambda: has_instruction)
+
+    @numba.njit
+    def dots(offset, weights, x, out):
+        total = vectors_int8.splat_word(np.int64(offset.ctypes.data))
+        unsigned = vectors_int8.load_unsigned(np.int64(weights.ctypes.data))
+        signed = vectors_int8.splat_word(np.int64(x.ctypes.data))
+        total = vectors_int8.add_dots(total, unsigned, signed)
+        vectors.store(np.int64(out.ctypes.data), vectors_int8.as_numbers(total))
+
+    rng = np.random.default_rng(1)
+    weights, x = rng.integers(-128, 128, (16, 4)), rng.integers(-128, 128, 4)
+    out = np.zeros(16, np.float32)
+    dots(np.int32([-7]), weights.astype(np.int8), x.astype(np.int8), out)
+    np.testing.assert_array_equal(out, (weights + 128) @ x - 7)
+
+
 def test_rows_are_rounded_to_the_nearest_number_of_their_group() -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((6, 75)).astype(np.float32)  # the last group is of 11
