@@ -88,19 +88,20 @@ def shared_spans(record, s):
 @compiled()
 def row_of(record, s, place):
     """The row of a query that `queries_of` speaks of."""
-    if s < record[S]:
-        return place
-    return np.int64(carray(pointer_to(record[ORDER], types.int32), (record[GROUPS],))[place])
+    return place if s < record[S] else _listed(record, record[ORDER], place)
 
 
 @compiled()
 def table_of(record, s):
     """The sequence whose block table a sequence, or a group, goes by."""
-    if s < record[S]:
-        return s
-    return np.int64(
-        carray(pointer_to(record[LEADER], types.int32), (record[GROUPS],))[s - record[S]]
-    )
+    return s if s < record[S] else _listed(record, record[LEADER], s - record[S])
+
+
+@compiled()
+def _listed(record, address, index):
+    """A sequence in a list; one that exists, whatever the list says."""
+    s = np.int64(carray(pointer_to(address, types.int32), (record[GROUPS],))[index])
+    return min(max(s, 0), record[S] - 1)
 
 
 @compiled()

@@ -33,6 +33,7 @@ from .numba_record import (
     KV,
     ROW,
     SPAN_BLOCKS,
+    SPANS,
     WINDOW,
     B,
     H,
@@ -270,7 +271,8 @@ def _write_out(record, s, k, first, count, peak, total, rows, acc, line):
         for i in range(begin, min(begin + num_rows, count)):
             row, n = _place_of(record, s, k, first + i)
             if s >= record[S]:
-                slot = slots[row, shared_spans(record, row) - 1, n]
+                last = min(max(shared_spans(record, row), 1), record[SPANS]) - 1
+                slot = slots[row, last, n]
                 for h in range(head_size):
                     slot[h] = rows[i - begin, h]
                 slot[head_size], slot[head_size + 1] = peak[i], total[i]

@@ -85,16 +85,13 @@ def test_no_bit_depends_on_how_queries_are_cut_into_calls(window: int | None) ->
     q, cache, tables, _, _ = problem.args
     whole = attend(problem, sliding_window=window)
     for pieces in ([2] * 350, [699, 1], [1] * 20 + [21, 22, 637], [64, 300, 336]):
-        is_invariant, begin = 1 in pieces, 0
-        want = attend(problem, sliding_window=window, batch_invariant=is_invariant)
-        for a, b in zip(want, whole, strict=True):
-            np.testing.assert_array_equal(a, b)
+        begin = 0
         for piece in pieces[:40]:
             end = begin + piece
             lists = (tables, jnp.array([300 + end]), jnp.array([0, piece]))
             lists = tuple(x.astype(jnp.int32) for x in lists)
-            options = {"sliding_window": window, "batch_invariant": is_invariant}
-            got = paged_attention(q[begin:end], cache, *lists, **options, implementation="numba")
+            options = {"sliding_window": window, "implementation": "numba"}
+            got = paged_attention(q[begin:end], cache, *lists, **options)
             for a, b in zip(got, whole, strict=True):
                 np.testing.assert_array_equal(a, b[begin:end])
             begin = end
@@ -109,30 +106,27 @@ def test_long_tables_have_longer_spans() -> None:
     assert errors(out, lse, problem)[0] <= 2e-5
 
 
-@pytest.mark.parametrize("in_tiles", [False, True])
 @pytest.mark.parametrize("what", ["context", "negative context", "query"])
-def test_lists_that_do_not_fit_together_touch_no_other_memory(what: str, in_tiles: bool) -> None:
+def test_lists_that_do_not_fit_together_touch_no_other_memory(what: str) -> None:
     problem = build(LONG)
     q, cache, tables, lens, start = problem.args
     if what == "query":
         start = start + 100_000
     else:
         lens = lens.at[0].set(10**6 if what == "context" else -50)
-    options = {"max_query_len": 1, "batch_invariant": in_tiles, "implementation": "numba"}
+    options = {"max_query_len": 1, "implementation": "numba"}
     out, lse = paged_attention(q, cache, tables, lens, start, **options)
     assert not np.asarray(out[0]).any() and np.isneginf(lse[0]).all()
     if what != "query":  # the others are served
         np.testing.assert_allclose(out[1:3], problem.out[1:3], atol=2e-5)
 
 
-@pytest.mark.parametrize("in_tiles", [False, True])
-def test_scores_of_any_size_neither_overflow_nor_vanish(in_tiles: bool) -> None:
+def test_scores_of_any_size_neither_overflow_nor_vanish() -> None:
     problem = build(CASES["decode-boundaries"])
     q, *rest = problem.args
     for factor in (1e3, 1e-6, 0.0):
         args = (q * factor, *rest)
-        options = {"max_query_len": 1, "batch_invariant": in_tiles}
-        got, _ = paged_attention(*args, **options, implementation="numba")
+        got, _ = paged_attention(*args, max_query_len=1, implementation="numba")
         want, _ = paged_attention(*args, max_query_len=1, implementation="reference")
         np.testing.assert_allclose(got, want, atol=2e-5)
 

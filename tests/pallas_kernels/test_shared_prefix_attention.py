@@ -133,6 +133,24 @@ def test_with_numba_not_one_bit_depends_on_what_is_shared(
             equal(np.asarray(a), np.asarray(b))
 
 
+@pytest.mark.parametrize("name", ["order", "group_start", "leader", "group_blocks", "num_blocks"])
+@pytest.mark.parametrize("value", [10**6, -(10**6)])
+def test_with_numba_lists_that_do_not_fit_together_touch_no_other_memory(
+    name: str, value: int
+) -> None:
+    lens = jnp.full(4, 300, jnp.int32)
+    tables = jnp.tile(1 + jnp.arange(20, dtype=jnp.int32), (4, 1))
+    prefixes = shared_prefixes(tables, lens, B)
+    assert prefixes.group_blocks[0] == 18
+    wrong = dataclasses.replace(prefixes, **{name: getattr(prefixes, name) + value})
+    q, cache = jnp.ones((4, K * G, H)), jnp.ones((21, K, B, 2 * H))
+    for _ in range(20):
+        out, _ = shared_prefix_attention(q, cache, tables, lens, wrong, implementation="numba")
+    assert out.shape == q.shape
+    out, _ = shared_prefix_attention(q, cache, tables, lens, prefixes, implementation="numba")
+    np.testing.assert_allclose(out, q, atol=1e-6)
+
+
 def test_quantised_caches_are_scaled_in_both_passes() -> None:
     q, cache, tables, lens = batch("two-groups", "cpu")
     scale = jnp.array([0.05, 0.02])
