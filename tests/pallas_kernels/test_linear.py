@@ -182,7 +182,7 @@ def test_products_of_bytes_are_summed_up_with_the_instruction_and_without_it(
     rng = np.random.default_rng(1)
     weights, x = rng.integers(-128, 128, (16, 4)), rng.integers(-128, 128, 4)
     out = np.zeros(16, np.float32)
-    dots(np.int32([-7]), weights.astype(np.int8), x.astype(np.int8), out)
+    dots(np.array([-7], np.int32), weights.astype(np.int8), x.astype(np.int8), out)
     np.testing.assert_array_equal(out, (weights + 128) @ x - 7)
 
 
