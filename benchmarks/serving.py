@@ -15,9 +15,10 @@ llama.cpp a GGUF file):
     --peer llama-f32=python3:llama.cpp:smollm2-f32.gguf:llama-env/bin/llama-server
     --peer llama-q4=python3:llama.cpp:smollm2-q4_1.gguf:llama-env/bin/llama-server
     --peer octavo-int8=python3:octavo:smollm2:'quantization="int8"'
+    --peer octavo-w8a8=python3:octavo:smollm2:'quantization="w8a8"'
 
 Prints medians, octavo's ratio to the best peer (above 1 octavo is better), and which of the targets
-are met; names are those above.
+are met (by float32, or int8 where the target says so); names are those above.
 """
 
 from __future__ import annotations
@@ -230,8 +231,14 @@ def table(medians: dict[str, dict[str, float]], names: list[str]) -> list[str]:
 
 
 def verdicts(medians: dict[str, dict[str, float]]) -> list[str]:
-    """Lines of Markdown: what was reached of the targets, where all that they name took part."""
-    lines = ["| target | of | against | wanted | reached | |", "|---|---|---|---|---|---|"]
+    """Lines of Markdown: what was reached of the targets, where all that they name took part.
+
+    What octavo's other variants reached stands beside it and meets nothing.
+    """
+    lines = [
+        "| target | of | against | wanted | reached | | others reach |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for target in TARGETS:
         by_name = medians.get(target.what, {})
         peers = {name: by_name[name] for name in target.peers if name in by_name}
@@ -239,8 +246,13 @@ def verdicts(medians: dict[str, dict[str, float]]) -> list[str]:
             continue
         ratio = ratio_to_best(target.what, by_name[target.own], list(peers.values()))
         met = "met" if ratio >= target.ratio else "missed"
+        others = ", ".join(
+            f"{name} {ratio_to_best(target.what, value, list(peers.values())):.2f}"
+            for name, value in by_name.items()
+            if name.startswith("octavo") and name != target.own
+        )
         cells = [target.what, target.own, ", ".join(peers), f"{target.ratio:.2f}", f"{ratio:.2f}"]
-        lines.append(f"| {' | '.join([*cells, met])} |")
+        lines.append(f"| {' | '.join([*cells, met, others])} |")
     return lines
 
 

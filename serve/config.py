@@ -36,8 +36,10 @@ class EngineConfig:
         0, "tokens guessed from the text so far and checked in one decode step; 0 for none"
     )
     max_speculative_seqs: int = _knob(4, "with more sequences than this decoding none is guessed")
-    deterministic: bool = _knob(
-        False, "same logits to the bit, whatever was cached or runs beside (CPU only)"
+    deterministic: bool | None = _knob(
+        None,
+        "same logits to the bit, whatever was cached or runs beside (CPU only); "
+        "if not given, where it costs no time or tokens would depend on it",
     )
     eviction_policy: str = _knob(
         "cost", f"which cached blocks go first when room is needed: {', '.join(POLICIES)}"

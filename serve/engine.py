@@ -15,8 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-import jax
-
 from ..models import LoadedModel, load_model
 from ..paged import OutOfBlocks
 from .adapter_control import AdapterControl
@@ -25,6 +23,7 @@ from .branching import Join, Work, joined_work, joins
 from .config import EngineConfig
 from .deadlines import Deadlines
 from .decode_pace import DecodePace
+from .determinism import with_determinism
 from .explain_compile import ProgramReport, explain_programs
 from .grammars import Grammars
 from .intake import Intake
@@ -61,11 +60,7 @@ class Engine(RequestControl, Lifecycle, AdapterControl):
     """
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig | None = None):
-        config = config or EngineConfig()
-        if loaded.quantization == "w8a8" and jax.default_backend() == "cpu":
-            # Rounding makes whole steps of last bits: tokens would depend on what was found.
-            config = replace(config, deterministic=True)
-        self.config = config
+        self.config = config = with_determinism(config or EngineConfig(), loaded)
         loaded = replace(loaded, model=loaded.model.packed())
         store = keep_compiled_programs(config, loaded.model)
         runner = ModelRunner(loaded.model, config)

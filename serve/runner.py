@@ -39,11 +39,6 @@ class ModelRunner(BlockRunner):
     """
 
     def __init__(self, model: Llama, config: EngineConfig):
-        if config.deterministic and jax.default_backend() != "cpu":
-            raise ValueError(
-                f"deterministic=True needs the CPU backend, not {jax.default_backend()}: elsewhere "
-                "kernels sum up in an order that depends on the batch"
-            )
         super().__init__(model.config, config, CacheLayout.of(model.config, config, model.dtype))
         self.adapters = Adapters(
             model.config,
@@ -58,7 +53,7 @@ class ModelRunner(BlockRunner):
             max_decode_steps=config.max_decode_steps,
             cascade=config.enable_cascade_attention,
             num_drafts=config.num_speculative_tokens,
-            deterministic=config.deterministic,
+            deterministic=bool(config.deterministic),
         )
         self._token_buckets = buckets(_SMALLEST_STEP, config.max_num_batched_tokens)
         self._row_buckets = buckets(1, config.max_num_seqs)

@@ -63,7 +63,7 @@ class LowerTiers:
         # Keys and values of other machines or programs are as good, but not the same bits.
         self._payload = (
             f"{self._block_shape} {layout.dtype.name} {device.platform} {device.device_kind} "
-            f"jax-{jax.__version__} deterministic={config.deterministic}"
+            f"jax-{jax.__version__} deterministic={bool(config.deterministic)}"
         )
         self._salt = b""
         self._staging = Staging.of(device)

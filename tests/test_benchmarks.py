@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -16,6 +18,7 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_gpu_suite_runs_dry() -> None:
     done = run("benchmarks/gpu_suite.py", "--dry-run")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -30,6 +33,7 @@ def test_the_gpu_suite_wants_a_gpu_unless_it_runs_dry() -> None:
     assert done.returncode == 2 and "no GPU here" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_tuner_runs_dry() -> None:
     done = run("benchmarks/tune.py", "--dry-run", "--kernel", "decode", "--heads", "8")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -34,6 +34,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict, str]:
     return done.stdout, figures, (folder / "claims.md").read_text()
 
 
+@pytest.mark.slow
 def test_every_claim_holds_on_a_small_model_and_stands_beside_the_published_one(quick):
     out, figures, table = quick
     assert out == table + "\n"
@@ -44,6 +45,7 @@ def test_every_claim_holds_on_a_small_model_and_stands_beside_the_published_one(
         assert published in table
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -113,6 +115,7 @@ def test_pieces_never_overlap_and_all_is_one_again_when_they_are_given_back():
     assert pool.take(256) == (0, 256) and pool.take(1) is None
 
 
+@pytest.mark.slow
 def test_the_table_holds_only_what_was_measured(quick):
     _, figures, _ = quick
     table = as_markdown(figures["about"], {"waste": figures["waste"]})

@@ -16,6 +16,7 @@ SIZES = "--shortest 32 --longest 128 --repeats 1 --chunk 32"
 SHAPE = "--layers 1 --heads 2 --kv-heads 1 --width 64"
 
 
+@pytest.mark.slow
 def test_every_state_is_measured_equal_and_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,6 +18,7 @@ def test_every_notebook_has_a_test() -> None:
     assert [path.stem for path in NOTEBOOKS] == names
 
 
+@pytest.mark.slow
 def test_the_prefix_is_paid_for_once(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(FOLDER / "prefix_reuse.py"))
     out = capsys.readouterr().out
@@ -31,6 +32,7 @@ def test_the_prefix_is_paid_for_once(capsys: pytest.CaptureFixture[str]) -> None
     assert computed < 0.5 * prompt
 
 
+@pytest.mark.slow
 def test_a_miss_is_paid_and_a_hit_and_a_restore_are_not(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(FOLDER / "miss_penalty.py"))
     out = capsys.readouterr().out
@@ -45,6 +47,7 @@ def test_a_miss_is_paid_and_a_hit_and_a_restore_are_not(capsys: pytest.CaptureFi
     assert list(map(int, cached)) == [512, 0]
 
 
+@pytest.mark.slow
 def test_a_model_of_ones_own_equals_its_unpaged_twin(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(FOLDER / "own_model.py"))
     out = capsys.readouterr().out
@@ -68,6 +71,7 @@ def test_branches_share_what_they_have_in_common(capsys: pytest.CaptureFixture[s
     assert len(re.findall(r"^ +-\d+\.\d+ '", out, re.MULTILINE)) == 3
 
 
+@pytest.mark.slow
 def test_adapters_trained_in_a_notebook_answer_in_one_batch(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -35,7 +35,15 @@ RUNS = settings(
 )
 
 
-@pytest.mark.parametrize(("policy", "size"), [("lru", 2), ("lfu", 4), ("slru", 2), ("cost", 4)])
+@pytest.mark.parametrize(
+    ("policy", "size"),
+    [
+        ("lru", 2),
+        ("cost", 4),
+        pytest.param("lfu", 4, marks=pytest.mark.slow),
+        pytest.param("slru", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_random_operations_mean_the_same(policy: str, size: int) -> None:
     run_state_machine_as_test(machine(policy, size), settings=RUNS)
 
@@ -52,6 +60,7 @@ def test_a_hash_is_constant_if_and_only_if_asked_for(pytestconfig: pytest.Config
     assert distinct == [1 if pytestconfig.getoption("constant_hash") else 16] * len(hashes)
 
 
+@pytest.mark.slow
 def test_a_constant_hash_changes_nothing_but_speed(pytestconfig: pytest.Config) -> None:
     if pytestconfig.getoption("constant_hash"):
         pytest.skip("this is the run that the test would start")

@@ -162,6 +162,7 @@ def test_the_access_clock_survives_its_limit() -> None:
     assert int(jitted.match(state.index, jnp.full((1, 4), 9, jnp.int32), 1, 0)[1]) == 1
 
 
+@pytest.mark.slow
 def test_operations_compose_under_scan_and_vmap() -> None:
     state, tables = story(16, columns=4)
     prompts = jax.random.randint(jax.random.key(0), (6, 4, 4), 0, 2)

@@ -10,6 +10,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from octavo import paged
 from octavo.pallas_kernels import copy_blocks
@@ -104,6 +105,7 @@ def test_parallel_samples_take_the_prompt_once() -> None:
     paged.check_invariants(state, tables)
 
 
+@pytest.mark.slow
 def test_a_rollback_is_going_on_from_the_old_state() -> None:
     state, tables = story(16)
     state, tables, _ = admit(state, tables, 0, list(range(10)))
@@ -192,6 +194,7 @@ def test_waste_is_under_one_percent_of_the_slots_of_real_lengths() -> None:
     assert int(unfilled) / int(allocated) < 0.01
 
 
+@pytest.mark.slow
 def test_lanes_of_a_vmap_do_what_single_ones_do_when_only_some_evict() -> None:
     state, tables = story(8, columns=4)
     prompts = jax.random.randint(jax.random.key(1), (2, 9, 4, 4), 0, 3)

@@ -187,6 +187,7 @@ def test_splits_of_the_keys_change_no_more_than_rounding(
         np.testing.assert_allclose(lse, results[0][1], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_products_of_some_of_a_tiles_queries() -> None:
     """On a TPU, products narrower than a tile, whose masks differ."""
     case, chip = CASES["prefill-whole"], CHIPS[V6E.chip or ""].name

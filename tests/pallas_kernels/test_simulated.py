@@ -15,6 +15,7 @@ from .implementations import CAN_SIMULATE, JAX_VERSION, NPROC
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CAN_SIMULATE, reason="this process runs them itself")
 def test_simulated_kernels_pass() -> None:
     done = subprocess.run(

@@ -210,6 +210,7 @@ def test_what_cannot_be_loaded_changes_nothing(
         tiny_engine(tiny).load_adapter("a", tmp_path / "a")
 
 
+@pytest.mark.slow
 def test_no_bit_depends_on_who_runs_beside_an_adapter_or_on_guessing(tiny: LoadedModel) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=5)
     prompts = [[*prompt(60, 16), *prompt(61 + i, 3 + 5 * i)] * 2 for i in range(4)]
@@ -230,6 +231,7 @@ def test_no_bit_depends_on_who_runs_beside_an_adapter_or_on_guessing(tiny: Loade
     assert len({a.token_ids for a in want}) == 4
 
 
+@pytest.mark.slow
 def test_a_beam_search_ends_with_the_weights_that_it_began_with(tiny: LoadedModel) -> None:
     engine = lora_engine(tiny, max_loras=1)
     old, new = tiny_adapter(tiny.config, 0), tiny_adapter(tiny.config, 1)

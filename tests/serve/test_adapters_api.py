@@ -179,6 +179,7 @@ def test_the_command_line_loads_adapters_before_it_serves(
     assert len(served) == 1
 
 
+@pytest.mark.slow
 def test_the_command_line_generates_with_an_adapter(
     tiny: LoadedModel, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,7 @@ def alone(engines: dict[str, Engine]):
     return run
 
 
+@pytest.mark.slow
 def test_sixteen_samples_hold_a_thousand_token_prompt_once(smollm2: LoadedModel) -> None:
     loaded = tiny_model(smollm2, max_context_len=1200)
     engine = tiny_engine(loaded, num_blocks=300, max_num_seqs=16, max_decode_steps=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from octavo.models import LoadedModel
 from octavo.serve import SamplingParams
@@ -10,6 +11,7 @@ from octavo.serve import SamplingParams
 from .tiny import tiny_engine
 
 
+@pytest.mark.slow
 def test_sequences_that_share_prefixes_decode_the_same_tokens(tiny: LoadedModel) -> None:
     rng = np.random.default_rng(0)
     one, two = rng.integers(1000, 40000, (2, 120)).tolist()

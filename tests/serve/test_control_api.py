@@ -81,6 +81,7 @@ def error_of(response: httpx.Response, status: int) -> dict:
     return response.json()["error"]
 
 
+@pytest.mark.slow
 def test_a_prompt_is_explained_pinned_kept_and_forgotten(http: httpx.Client) -> None:
     prompt = {"prompt": TEXT}
     ok(http.post("/reset_prefix_cache"))
@@ -170,6 +171,7 @@ def test_unless_it_is_asked_for_nobody_controls_the_cache(tiny: LoadedModel) -> 
             assert error_of(http.post(path, json={"prompt": "a"}), 404)["code"] == "unknown_url"
 
 
+@pytest.mark.slow
 def test_a_full_queue_says_when_to_come_again(tiny: LoadedModel) -> None:
     with serving(tiny, max_num_seqs=1, max_waiting=1, step_seconds=0.1) as (_, _, http):
         long = LONG | {"stream": True}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from octavo.models import LoadedModel
-from octavo.serve import Completion, Engine, SamplingParams
+from octavo.serve import Completion, Engine, EngineConfig, SamplingParams, determinism
 
 from .tiny import tiny_engine, tiny_model
 
@@ -26,7 +28,7 @@ def bits(answers: list[Completion]) -> list[tuple]:
 
 
 # XLA sums many wide rows by other programs than few narrow ones.
-@pytest.mark.parametrize("hidden_size", [48, 576])
+@pytest.mark.parametrize("hidden_size", [48, pytest.param(576, marks=pytest.mark.slow)])
 def test_logits_are_equal_to_the_bit_however_they_come_about(
     smollm2: LoadedModel, hidden_size: int
 ) -> None:
@@ -49,3 +51,23 @@ def test_logits_are_equal_to_the_bit_however_they_come_about(
     assert bits(small.generate(prompts, PARAMS)) == miss
     assert small.stats().num_preemptions + small.stats().num_cached_blocks > 0
     small.check_invariants()
+
+
+def test_where_it_costs_nothing_it_is_on_unasked(
+    smollm2: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chosen(loaded: LoadedModel = smollm2, **settings) -> bool | None:
+        return determinism.with_determinism(EngineConfig(**settings), loaded).deterministic
+
+    assert chosen() is True
+    assert chosen(deterministic=False) is False
+    assert chosen(kv_cache_dtype="bfloat16") is False
+    assert chosen(kv_cache_dtype="bfloat16", deterministic=True) is True
+    assert tiny_engine(tiny_model(smollm2, hidden_size=48)).config.deterministic is True
+    monkeypatch.setattr(determinism, "cpu_kernels", lambda: None)
+    assert chosen() is False  # XLA multiplies in small pieces for it
+    assert chosen(replace(smollm2, quantization="w8a8")) is True
+    monkeypatch.setattr(determinism.jax, "default_backend", lambda: "gpu")
+    assert chosen(replace(smollm2, quantization="w8a8")) is False
+    with pytest.raises(ValueError, match="deterministic=True needs the CPU backend, not gpu"):
+        chosen(deterministic=True)

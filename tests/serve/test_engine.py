@@ -425,6 +425,7 @@ def test_an_eviction_is_explained_by_the_request_it_made_room_for(tiny: LoadedMo
     assert told.evicted_at is not None and told.evicted_at >= 0
 
 
+@pytest.mark.slow
 def test_a_pinned_prompt_outlives_others_and_the_budget_is_kept(tiny: LoadedModel) -> None:
     # Room for the longest request, 16 blocks, and eight blocks more.
     engine = tiny_engine(tiny, num_blocks=SMALL_POOL, max_model_len=128, eviction_policy="lru")

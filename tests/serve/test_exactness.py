@@ -71,6 +71,7 @@ def test_greedy_answers_do_not_depend_on_cache_chunk_or_company(
     engine.check_invariants()
 
 
+@pytest.mark.slow
 def test_thirty_two_requests_at_once_compute_their_prefix_once(smollm2: LoadedModel) -> None:
     words = smollm2.tokenizer.encode(" ".join(TEXTS))
     prefix = (words * (1 + 1024 // len(words)))[:1024]

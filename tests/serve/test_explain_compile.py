@@ -38,6 +38,7 @@ def kept_programs(tmp_path: Path) -> Iterator[None]:
     use(before)
 
 
+@pytest.mark.slow
 def test_each_program_is_listed_with_its_reason_and_whether_it_was_kept(
     smollm2: LoadedModel, kept_programs: None
 ) -> None:

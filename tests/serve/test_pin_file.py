@@ -44,6 +44,7 @@ def cached(engine: Engine, prompt: str | list[int], salt: str = "") -> int:
     return answer.num_cached_tokens
 
 
+@pytest.mark.slow
 def test_pinned_prompts_are_cached_before_anybody_asks_and_stay(engine: Engine, tmp_path: Path):
     ids = list(range(100, 140))
     path = written(

@@ -43,6 +43,7 @@ def answer(engine: Engine) -> list[int]:
     return list(engine.generate([[5, 6, 7, 8] * 5], GREEDY)[0].token_ids)
 
 
+@pytest.mark.slow
 def test_a_second_start_loads_every_program_whole_and_answers_alike(
     tiny: LoadedModel, tmp_path: Path, no_jax_cache: None
 ) -> None:

@@ -88,6 +88,7 @@ def test_nobody_waits_for_blocks_that_it_will_not_read(engine: Engine) -> None:
         engine.cancel(request_id)
 
 
+@pytest.mark.slow
 def test_a_preempted_request_finds_out_everything(tiny: LoadedModel, reference) -> None:
     engine = new_engine(tiny, num_blocks=25)
     prompts = [prompt(10 + i, 40 + 20 * i) for i in range(4)]

@@ -96,6 +96,7 @@ def test_greedy_answers_do_not_depend_on_the_cache_or_the_batch(tiny: LoadedMode
         assert [a.token_ids for a in engine.generate(prompts(), GREEDY)] == alone
 
 
+@pytest.mark.slow
 def test_adapters_work_on_top(tiny: LoadedModel) -> None:
     engine = lora_engine(tiny)
     adapter = tiny_adapter(tiny.config, seed=1)

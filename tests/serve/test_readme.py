@@ -25,6 +25,7 @@ def test_the_client_example_hits_the_cache(server, capsys: pytest.CaptureFixture
     assert first[1] < 100 < 1600 < second[1] < second[0]
 
 
+@pytest.mark.slow
 def test_the_engine_example_prints_answers(smollm2, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict = {}
     exec(snippet_with("Engine("), names)
@@ -54,6 +55,7 @@ def test_the_attention_example_is_attention() -> None:
     assert bool(jnp.allclose(names["out"], 1.0))
 
 
+@pytest.mark.slow
 def test_the_interpreted_kernels_of_the_readme_run() -> None:
     names: dict = {}
     exec(snippet_with("interpret_kernels("), names)

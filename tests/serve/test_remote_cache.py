@@ -84,6 +84,7 @@ def reach(engine: Engine) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_what_one_engine_computed_others_get_with_the_same_bits(
     server: ValkeyServer, engines: list[Engine], cold
 ) -> None:

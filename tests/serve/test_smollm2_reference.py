@@ -75,6 +75,7 @@ def test_logits_agree_at_every_position(logits_of, length: int) -> None:
     np.testing.assert_allclose(chosen, REFERENCE[f"logprob_next_{length}"], atol=2e-3, rtol=0)
 
 
+@pytest.mark.slow
 def test_greedy_continuations_are_the_reference_tokens(smollm2: LoadedModel) -> None:
     engine = Engine(smollm2)
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)

@@ -70,6 +70,7 @@ def test_speculation_changes_no_token(tiny: LoadedModel) -> None:
     assert plain.stats().num_draft_tokens == 0
 
 
+@pytest.mark.slow
 def test_a_right_guess_saves_a_step_and_a_stop_token_ends_within_one(tiny: LoadedModel) -> None:
     settings = {"max_num_seqs": 1, "max_decode_steps": 4, "decode_slice_ms": 1e6}
     prompt = [1234, 4321] * 20
@@ -87,6 +88,7 @@ def test_a_right_guess_saves_a_step_and_a_stop_token_ends_within_one(tiny: Loade
     assert engine.stats().num_active_blocks == 0
 
 
+@pytest.mark.slow
 def test_with_too_many_sequences_nothing_is_guessed(tiny: LoadedModel) -> None:
     engine = tiny_engine(tiny, num_speculative_tokens=3, max_speculative_seqs=1, max_num_seqs=2)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -99,6 +99,7 @@ def test_regular_expressions_choices_and_grammars_are_kept_to(engine: Engine) ->
     assert sum(answer.finish_reason == "stop" for answer in answers) > len(answers) / 2
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_text_in_any_batch_and_pool(tiny: LoadedModel, engine) -> None:
     params = [
         asking({"json": PERSON}, 1, max_tokens=100),
