@@ -58,6 +58,7 @@ def test_a_model_of_ones_own_equals_its_unpaged_twin(capsys: pytest.CaptureFixtu
     assert "active blocks after both are released: 0" in out
 
 
+@pytest.mark.slow
 def test_branches_share_what_they_have_in_common(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(FOLDER / "branching.py"))
     out = capsys.readouterr().out

@@ -59,6 +59,7 @@ def names(http: httpx.Client) -> list[str]:
     return [card["id"] for card in http.get("models").json()["data"]]
 
 
+@pytest.mark.slow
 def test_the_model_field_chooses_the_adapter(http: httpx.Client) -> None:
     assert names(http) == [MODEL, "first"]
     assert http.get("models/first").json()["parent"] == MODEL

@@ -103,6 +103,7 @@ def test_a_prompt_is_explained_pinned_kept_and_forgotten(http: httpx.Client) -> 
     assert ok(http.post("/cache/explain", json=prompt))["num_cached_tokens"] == 0
 
 
+@pytest.mark.slow
 def test_a_conversation_is_a_prompt_too(http: httpx.Client) -> None:
     conversation = {"messages": [{"role": "user", "content": TEXT}]}
     body = conversation | {"model": "tiny", "max_tokens": 1}

@@ -78,6 +78,7 @@ def test_a_second_start_loads_every_program_whole_and_answers_alike(
     assert name == "copy tails" and other.num_programs == 1 and other._runner.num_loaded == 0
 
 
+@pytest.mark.slow
 def test_weights_of_the_same_shapes_that_are_multiplied_otherwise_find_nothing(
     tiny: LoadedModel, tmp_path: Path, no_jax_cache: None
 ) -> None:

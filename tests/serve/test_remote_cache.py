@@ -112,6 +112,7 @@ def test_what_one_engine_computed_others_get_with_the_same_bits(
         server.client.flushall()
 
 
+@pytest.mark.slow
 def test_what_an_engine_has_no_room_for_comes_back(engines: list[Engine], cold) -> None:
     engine = engines[0]
     one(engine, prompt(0))
