@@ -24,7 +24,7 @@ serve: $(VENV)/.serve
 test: $(VENV)/.test $(VENV)/.compilers
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(ARGS)
 
-# What `test` leaves out: the tests of more than about ten seconds each.
+# What `test` leaves out: tests of more than about ten seconds.
 test-slow: $(VENV)/.test $(VENV)/.compilers
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m slow $(ARGS)
 

@@ -34,5 +34,5 @@ def _costs_less_than_it_is_worth(config: EngineConfig, loaded: LoadedModel) -> b
     if loaded.quantization == "w8a8":
         return True
     # The kernels for CPUs sum up in one order anyway.
-    dtypes = (loaded.model.dtype, config.kv_cache_dtype)
-    return dtypes[0] == jnp.float32 and dtypes[1] != "bfloat16" and cpu_kernels() is not None
+    is_float32 = loaded.model.dtype == jnp.float32 and config.kv_cache_dtype != "bfloat16"
+    return is_float32 and cpu_kernels() is not None
