@@ -1,11 +1,11 @@
-"""What quantising a model's weights costs in quality: perplexity on a fixed text, and choices.
+"""What quantising a model, or its KV cache, costs in quality: perplexity on a text, and choices.
 
-    python benchmarks/perplexity.py [--model smollm2] [--quantization int8] [--text FILE] \
-        [--window 512] [--json FILE]
+    python benchmarks/perplexity.py [--model smollm2] [--quantization int8] \
+        [--kv-cache-dtype bfloat16] [--text FILE] [--window 512] [--json FILE]
 
 The text (`perplexity.txt`, prose of this project's pages as they were when it was made) is cut into
 windows of so many tokens, and every token but a window's first is scored, by the model as loaded
-in float32 and by the quantised one. The same tokens are scored, so the difference has a much
+in float32 without a cache and by the other one, with a cache of that dtype. The same tokens are scored, so the difference has a much
 smaller error than either perplexity.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -22,12 +23,31 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from octavo.models import LoadedModel, load_model
+from octavo.models import Llama, LoadedModel, load_model
+from octavo.paged import packed_batch
+from octavo.pallas_kernels import cache_shape, init_kv_cache
 
 TEXT = Path(__file__).with_suffix(".txt")
+BLOCK = 16
 
 
-def compare(whole: LoadedModel, quantized: LoadedModel, windows: np.ndarray) -> dict[str, float]:
+def logits_with_cache(model: Llama, tokens: jax.Array, cache_dtype: str) -> jax.Array:
+    """Logits `[T, V]` of a text, its keys and values read from a cache."""
+    config, size = model.config, len(tokens)
+    num_blocks = 1 + -(-size // BLOCK)
+    sizes = (num_blocks, config.num_kv_heads, BLOCK, config.head_size)
+    shape = cache_shape(*sizes, jax.default_backend())
+    kv_cache = init_kv_cache(config.num_layers, shape, cache_dtype)
+    tables, lens = jnp.arange(1, num_blocks, dtype=jnp.int32)[None], jnp.full(1, size, jnp.int32)
+    batch, positions = packed_batch(tables, lens, lens, num_tokens=size, block_size=BLOCK)
+    batch = replace(batch, logit_rows=jnp.arange(size, dtype=jnp.int32))
+    logits, _ = model(tokens, positions, kv_cache, batch)
+    return logits
+
+
+def compare(
+    whole: LoadedModel, quantized: LoadedModel, cache_dtype: str, windows: np.ndarray
+) -> dict[str, float]:
     """Of the tokens `int32[W, T]`: both perplexities, and how far the distributions are apart."""
 
     models = [nnx.split(loaded.model) for loaded in (whole, quantized)]
@@ -35,10 +55,9 @@ def compare(whole: LoadedModel, quantized: LoadedModel, windows: np.ndarray) -> 
 
     @jax.jit
     def one(states: tuple[nnx.State, ...], tokens: jax.Array) -> tuple[jax.Array, ...]:
-        p, q = (
-            jax.nn.log_softmax(nnx.merge(graphdef, state).sequence_logits(tokens)[:-1])
-            for graphdef, state in zip(graphdefs, states, strict=True)
-        )
+        first, other = (nnx.merge(*model) for model in zip(graphdefs, states, strict=True))
+        logits = first.sequence_logits(tokens), logits_with_cache(other, tokens, cache_dtype)
+        p, q = (jax.nn.log_softmax(x[:-1].astype(jnp.float32)) for x in logits)
         own = tokens[1:, None]
         loss, quantized_loss = (-jnp.take_along_axis(x, own, axis=1)[:, 0] for x in (p, q))
         divergence = jnp.sum(jnp.exp(p) * (p - q), axis=-1)
@@ -64,13 +83,15 @@ def main() -> None:
     """Compare, print and, if asked to, write the figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--quantization", default="int8")
+    parser.add_argument("--quantization", default="int8", help="or none")
+    parser.add_argument("--kv-cache-dtype", default="float32")
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     whole = load_model(args.model)
-    quantized = load_model(args.model, quantization=args.quantization)
+    quantization = None if args.quantization == "none" else args.quantization
+    quantized = load_model(args.model, quantization=quantization)
     ids = whole.tokenizer.encode(args.text.read_text("utf-8"), add_special_tokens=False)
     if len(ids) < args.window or args.window < 2:
         parser.error(f"a text of {len(ids)} tokens has no window of {args.window}")
@@ -78,7 +99,8 @@ def main() -> None:
     windows = np.array(ids[: num_windows * args.window], np.int32).reshape(num_windows, -1)
     report = {
         "model": args.model,
-        "quantization": args.quantization,
+        "quantization": quantization,
+        "kv_cache_dtype": args.kv_cache_dtype,
         "text": args.text.name,
         "num_tokens": len(ids),
         "window": args.window,
@@ -87,7 +109,7 @@ def main() -> None:
         "python": platform.python_version(),
         "jax": metadata.version("jax"),
         "octavo": metadata.version("octavo"),
-        **compare(whole, quantized, windows),
+        **compare(whole, quantized, args.kv_cache_dtype, windows),
     }
     text = json.dumps(report, indent=2)
     print(text)

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import os
+import threading
 from importlib import import_module, metadata
 
 from .chips import current_platform
 
-_OPS = ("paged_attention", "linear", "gather_blocks")
+_OPS = ("linear", "gather_blocks")
+_LOCK = threading.Lock()
 
 
-def cpu_kernels() -> str | None:
+def cpu_kernels(cache_dtype: str = "float32") -> str | None:
     """Make CPU kernels known to XLA; returns what compiled them, None if there are none.
 
-    A program that was compiled in another process needs this before it is loaded.
+    A program that was compiled in another process needs this before it is loaded. Attention is
+    compiled for the dtypes of caches that there are, as it takes half a minute for each.
     """
     try:
         for op in _OPS:
             registered(op)
+        registered("paged_attention", cache_dtype)
     except NotImplementedError:
         return None
     return f"numba {metadata.version('numba')}"
 
 
-def registered(op: str) -> str:
-    """The name under which XLA knows an op's kernel.
+def registered(op: str, *kind: str) -> str:
+    """The name under which XLA knows an op's kernel, of a kind if there are several.
 
     Raises:
         NotImplementedError: there is none here.
@@ -32,7 +36,8 @@ def registered(op: str) -> str:
     if current_platform() != "cpu":
         raise NotImplementedError("it runs on CPUs only")
     try:
-        return import_module(f".{op}.numba_call", __package__).register()
+        with _LOCK:  # programs are compiled by several threads
+            return import_module(f".{op}.numba_call", __package__).register(*kind)
     except ImportError as error:
         raise NotImplementedError(f"{error}: pip install 'octavo[cpu]'") from error
     except RuntimeError as error:  # no folder for what it compiles can be written

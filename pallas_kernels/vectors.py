@@ -301,7 +301,12 @@ def _operator(function, name: str) -> None:
     @extending.overload(function)
     def typed(a, b):
         if isinstance(a, Vector) and a == b:
-            return lambda a, b: apply(a, b)
+
+            def compute(a, b):
+                return apply(a, b)
+
+            compute.__qualname__ += f"[{name}]"  # see `compiled_for`
+            return compute
         return None
 
 

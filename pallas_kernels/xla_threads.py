@@ -46,6 +46,21 @@ OWN = 13
 compiled = functools.partial(njit, nogil=True, error_model="numpy")
 
 
+def compiled_for(*what: object):
+    """`compiled`, under a name that says what else a function follows from.
+
+    A process may load code that another one has compiled beside its own, where functions of one
+    name count as one: and Numba tells a factory's functions apart by numbers that begin anew in
+    every process.
+    """
+
+    def decorate(function):
+        function.__qualname__ += f"[{', '.join(map(str, what))}]"
+        return compiled()(function)
+
+    return decorate
+
+
 def source_digest() -> int:
     """Of all that is compiled here, for a function to close over.
 

@@ -34,5 +34,4 @@ def _costs_less_than_it_is_worth(config: EngineConfig, loaded: LoadedModel) -> b
     if loaded.quantization == "w8a8":
         return True
     # The kernels for CPUs sum up in one order anyway.
-    is_float32 = loaded.model.dtype == jnp.float32 and config.kv_cache_dtype != "bfloat16"
-    return is_float32 and cpu_kernels() is not None
+    return loaded.model.dtype == jnp.float32 and cpu_kernels() is not None

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from ..models import Llama
+from ..pallas_kernels import cpu_kernels
 from .config import EngineConfig
+from .layout import cache_dtype
 from .program_store import ProgramStore, jax_cache
 
 # What no program depends on.
@@ -24,6 +27,9 @@ def keep_compiled_programs(config: EngineConfig, model: Llama) -> ProgramStore |
     Returns:
         The store for them; None where that is left to JAX's own cache.
     """
+    if model.dtype == jnp.float32:
+        # What a kept program calls must be known before it is loaded.
+        cpu_kernels(cache_dtype(config, model.dtype).name)
     # Whoever has chosen a folder of JAX's for this process keeps it.
     if not config.compilation_cache_dir or jax_cache():
         return None

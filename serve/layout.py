@@ -41,8 +41,7 @@ class CacheLayout:
             raise ValueError(
                 f"max_model_len={max_len} must be at most the model's {model.max_context_len}"
             )
-        dtype = weights_dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-        dtype = jnp.dtype(dtype)
+        dtype = cache_dtype(config, weights_dtype)
         block = cache_shape(
             2, model.num_kv_heads, config.block_size, model.head_size, jax.default_backend()
         )[1:]
@@ -59,3 +58,9 @@ class CacheLayout:
             max_model_len=max_len,
             blocks_per_seq=-(-max_len // config.block_size),
         )
+
+
+def cache_dtype(config: EngineConfig, weights_dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype of keys and values."""
+    auto = config.kv_cache_dtype == "auto"
+    return jnp.dtype(weights_dtype if auto else config.kv_cache_dtype)

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from ..chips import require_chip
-from ..dispatch import MOSAIC_GPU, MOSAIC_TPU, REFERENCE, XLA, Op
+from ..dispatch import MOSAIC_GPU, MOSAIC_TPU, NUMBA, REFERENCE, XLA, Op
 from ..gather_blocks.targets import distinct_targets
 from ..layout import NULL_BLOCK, check_index_dtype, debug_check_block_ids, safe_block_ids
+from .numba import copy_blocks_numba
 from .reference import copy_blocks_reference
 from .xla import copy_blocks_xla
 
@@ -33,6 +34,7 @@ _OP = Op(
     implementations={
         REFERENCE: copy_blocks_reference,
         XLA: copy_blocks_xla,
+        NUMBA: copy_blocks_numba,
         MOSAIC_GPU: _mosaic_gpu,
         MOSAIC_TPU: _mosaic_tpu,
     },
@@ -51,8 +53,8 @@ def copy_blocks(
     Args:
         kv_cache: `[P, K, B, ROW]`, donated by callers that want no copy of the cache.
         src, dst: `int32[n]` block ids.
-        implementation: None picks by platform; "mosaic_gpu", "mosaic_tpu", "xla" or
-            "reference". A named one never falls back.
+        implementation: None picks by platform; "numba" (CPUs), "mosaic_gpu", "mosaic_tpu", "xla"
+            or "reference". A named one never falls back.
 
     Returns:
         The cache, `[P, K, B, ROW]`.

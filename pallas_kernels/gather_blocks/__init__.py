@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ..chips import require_chip
 from ..dispatch import MOSAIC_GPU, MOSAIC_TPU, NUMBA, REFERENCE, XLA, Op
 from ..layout import NULL_BLOCK, check_index_dtype, debug_check_block_ids, safe_block_ids
-from .numba import scatter_blocks_numba
+from .numba import gather_blocks_numba, scatter_blocks_numba
 from .reference import gather_blocks_reference, scatter_blocks_reference
 from .targets import distinct_targets
 from .xla import gather_blocks_xla, scatter_blocks_xla
@@ -50,6 +50,7 @@ _GATHER = Op(
     implementations={
         REFERENCE: gather_blocks_reference,
         XLA: gather_blocks_xla,
+        NUMBA: gather_blocks_numba,
         MOSAIC_GPU: _gather_mosaic_gpu,
         MOSAIC_TPU: _gather_mosaic_tpu,
     },
@@ -97,8 +98,8 @@ def gather_blocks(
     Args:
         kv_cache: `[P, K, B, ROW]`.
         block_ids: `int32[n]`; an id may occur more than once.
-        implementation: None picks by platform; "mosaic_gpu", "mosaic_tpu", "xla" or
-            "reference". A named one never falls back.
+        implementation: None picks by platform; "numba" (CPUs), "mosaic_gpu", "mosaic_tpu", "xla"
+            or "reference". A named one never falls back.
 
     Returns:
         The blocks, `[n, K, B, ROW]`.

@@ -1,6 +1,7 @@
-"""`scatter_blocks` as a custom call of XLA for CPU, compiled by Numba: copies, by several threads.
+"""Pieces of memory, moved by a custom call of XLA for CPU, compiled by Numba: by several threads.
 
-XLA would cut a layer out of packed blocks first, and then copy with one thread.
+XLA would cut a layer out of packed blocks first, and then copy with one thread. And it moves
+bfloat16 as float32: to write a row it would turn a whole cache into float32 and back.
 """
 
 from __future__ import annotations
@@ -42,17 +43,16 @@ _ITEM_BYTES = 1 << 18  # some 20 microseconds
 @compiled()
 def _fill_record(record, frame):
     """Note all that the frame says; returns how many threads there are."""
-    blocks = shape_of(frame[ARGS], 3, 5)
-    numbers = carray(pointer_to(buffer_of(frame[ARGS], 4)[DATA], types.int32), (3,))
-    words = blocks[2] * blocks[3] * blocks[4] * numbers[1] // 8
+    numbers = carray(pointer_to(buffer_of(frame[ARGS], 4)[DATA], types.int32), (4,))
+    words = np.int64(numbers[2])
     record[_CACHE] = buffer_of(frame[RETS], 0)[DATA]
     record[_IDS] = buffer_of(frame[ARGS], 1)[DATA]
     record[_SOURCES] = buffer_of(frame[ARGS], 2)[DATA]
     record[_BLOCKS] = buffer_of(frame[ARGS], 3)[DATA] + 8 * words * numbers[0]
     record[_COUNT] = shape_of(frame[ARGS], 1, 1)[0]
-    record[_WORDS], record[_STRIDE] = words, words * blocks[1]
+    record[_WORDS], record[_STRIDE] = words, words * numbers[1]
     record[_PER_ITEM] = max(_ITEM_BYTES // (8 * words), 1)
-    return np.int64(numbers[2])
+    return np.int64(numbers[3])
 
 
 @compiled()
@@ -121,10 +121,10 @@ def _handler_of(digest: int):
 def register() -> str:
     """Make the custom call known to XLA; returns its name.
 
-    Its operands are `kv_cache [P, K, B, ROW]`, `block_ids int32[n]`, null or in the cache and then
-    all different, `sources int32[n]`, inside `blocks [m, L, K, B, ROW]` where they count, those
-    blocks, and `(layer, bytes of an element, threads) int32[3]`. Its result is the cache, in the
-    operand's memory; a block must have a multiple of 8 bytes.
+    Its operands are an array of pieces, `ids int32[n]` of those to overwrite, 0 for none and else
+    all different, `sources int32[n]`, an array of groups of pieces, and `(piece of a group, pieces
+    in one, words of 8 bytes in a piece, threads) int32[4]`. Piece `ids[i]` becomes that piece of
+    group `sources[i]`. Its result is the first array, in the operand's memory.
     """
     handler = _handler_of(source_digest())
     jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler.ctypes), platform="cpu")

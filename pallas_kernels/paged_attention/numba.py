@@ -30,15 +30,16 @@ def paged_attention_numba(
     `prefixes` are the lists of `SharedPrefixes`, whose whole spans a group's tiles attend to; each
     sequence has one query then. No bit depends on them.
     """
-    if q.dtype != jnp.float32 or kv_cache.dtype != jnp.float32:
-        raise NotImplementedError(f"{q.dtype=} and {kv_cache.dtype=} must be float32")
+    if q.dtype != jnp.float32 or kv_cache.dtype not in (jnp.float32, jnp.bfloat16):
+        message = f"{q.dtype=} must be float32, and {kv_cache.dtype=} that or bfloat16"
+        raise NotImplementedError(message)
     if sinks is not None or options.soft_cap is not None:
         raise NotImplementedError("sinks and soft_cap are not supported")
     if kv_cache.shape[2] % 4 or q.shape[2] % 4:
         raise NotImplementedError(
             f"{kv_cache.shape=} must have blocks, and {q.shape=} heads, of a multiple of 4"
         )
-    name = registered("paged_attention")
+    name = registered("paged_attention", kv_cache.dtype.name)
     from .numba_decode import blocks_of_span
 
     (num_tokens, num_heads, head_size), (num_seqs, table_len) = q.shape, block_tables.shape

@@ -14,7 +14,6 @@ import math
 import numpy as np
 
 from ..vectors import (
-    add_product,
     add_products,
     larger,
     load,
@@ -26,7 +25,8 @@ from ..vectors import (
     widest,
 )
 from ..xla_ffi import prefetch
-from ..xla_threads import address_of, compiled
+from ..xla_threads import address_of, compiled, compiled_for
+from .numba_numbers import Numbers
 from .numba_record import (
     GROUPS,
     IS_CAUSAL,
@@ -62,19 +62,20 @@ _LOWEST = np.finfo(np.float32).min
 _I0, _I1, _I2, _I3 = (np.int32(i) for i in range(4))
 
 
-def _attend_to(width: int):
+def _attend_to(width: int, numbers: Numbers):
     """What folds a chunk of keys into the softmax of a tile of `width` queries."""
-    line = 4 * width
+    line, per_word, add_word = 4 * width, numbers.per_word, numbers.add_word
+    pack_lines = numbers.pack_lines_by(width)
+    gather_values, values_of = numbers.gather_values, numbers.values_of
 
-    @compiled()
+    @compiled_for(width, numbers.name)
     def attend(kv, table, begin, end, last, k, sizes, is_masked, tile):
         """Blocks `table[begin:end]` of the cache at the address `kv`, KV head k.
 
         What is to follow, up to block `last`, is fetched meanwhile.
         """
-        num_kv_heads, block_size, row_len, head_size, pool = sizes
-        query, scores, sums, acc, peak, total, low, high = tile
-        row = 4 * row_len
+        num_kv_heads, block_size, row, head_size, pool = sizes
+        query, scores, sums, acc, peak, total, low, high, values = tile
         none = splat(_ZERO, width)
         place = scores
         for b in range(begin, end):
@@ -86,12 +87,12 @@ def _attend_to(width: int):
                     prefetch(fetched + i)
                 fetched += 4 * row
                 s0, s1, s2, s3 = none, none, none, none
-                for h in range(head_size):
+                for h in range(head_size // per_word):
                     q, at = load(query + h * line, width), key + 4 * h
-                    s0 = add_product(s0, at, q)
-                    s1 = add_product(s1, at + row, q)
-                    s2 = add_product(s2, at + 2 * row, q)
-                    s3 = add_product(s3, at + 3 * row, q)
+                    s0 = add_word(s0, at, q)
+                    s1 = add_word(s1, at + row, q)
+                    s2 = add_word(s2, at + 2 * row, q)
+                    s3 = add_word(s3, at + 3 * row, q)
                 if is_masked:
                     position = np.int32(b * block_size + t)
                     s0 = only_between(s0, position + _I0, low, high)
@@ -129,22 +130,24 @@ def _attend_to(width: int):
             half //= 2
         store(total, add_products(load(sums, width), load(total, width), shrink))
 
+        pack_lines(scores, line, num_keys)
+        gather_values(kv, table, begin, end, k, sizes, values)
         for h in range(0, head_size, 4):
             own = acc + h * line
             a0, a1 = load(own, width) * shrink, load(own + line, width) * shrink
             a2, a3 = load(own + 2 * line, width) * shrink, load(own + 3 * line, width) * shrink
             place = scores
             for b in range(begin, end):
-                first = (block_of(table, b, pool) * num_kv_heads + k) * block_size * row_len
-                value = kv + 4 * (first + head_size + h)
-                for _ in range(block_size):
+                value, step = values_of(kv, table, b, begin, k, sizes, values)
+                value += 4 * h
+                for _ in range(block_size // per_word):
                     weight = load(place, width)
-                    a0 = add_product(a0, value, weight)
-                    a1 = add_product(a1, value + 4, weight)
-                    a2 = add_product(a2, value + 8, weight)
-                    a3 = add_product(a3, value + 12, weight)
+                    a0 = add_word(a0, value, weight)
+                    a1 = add_word(a1, value + 4, weight)
+                    a2 = add_word(a2, value + 8, weight)
+                    a3 = add_word(a3, value + 12, weight)
                     place += line
-                    value += row
+                    value += step
             store(own, a0)
             store(own + line, a1)
             store(own + 2 * line, a2)
@@ -157,7 +160,7 @@ def _fold_by(width: int):
     """What folds a span into those before it, and makes room for the next one."""
     line = 4 * width
 
-    @compiled()
+    @compiled_for(width)
     def fold(head_size, span, whole):
         acc, peak, total = span
         all_acc, all_peak, all_total = whole
@@ -179,7 +182,6 @@ def _fold_by(width: int):
     return fold
 
 
-_attend_wide, _attend_narrow = _attend_to(WIDEST), _attend_to(WIDEST // 2)
 _fold_wide, _fold_narrow = _fold_by(WIDEST), _fold_by(WIDEST // 2)
 
 
@@ -204,30 +206,6 @@ def count_tiles(record):
 
 
 @compiled()
-def run_tile(record, index):
-    """Compute one of all tiles of all sequences and KV heads."""
-    s, own = 0, _tiles_of(record, 0) * record[K]
-    while index >= own:
-        index -= own
-        s += 1
-        own = _tiles_of(record, s) * record[K]
-    rows = record[N] // record[K] * queries_of(record, s)[1]
-    wide = (rows + WIDEST // 2 - 1) // WIDEST
-    # A head's last wide tile takes longest, and a narrow one is done soon: threads that take them
-    # in this order are done together.
-    if index < wide * record[K]:
-        width, k, first = WIDEST, index // wide, (wide - 1 - index % wide) * WIDEST
-    else:
-        width, k, first = WIDEST // 2, index - wide * record[K], wide * WIDEST
-    block_size = record[B]
-    chunk_blocks = max(1, CHUNK_TOKENS // block_size)
-    padded = _padded(record[H])
-    lines = 3 * padded + chunk_blocks * block_size + LANES + 6
-    memory = np.empty(lines * width + padded * _SQUARE + 16, np.float32)
-    _run_tile(record, s, k, first, width, chunk_blocks, memory)
-
-
-@compiled()
 def _padded(head_size):
     """Numbers of a head, whole squares of them."""
     return (head_size + _SQUARE - 1) // _SQUARE * _SQUARE
@@ -238,24 +216,6 @@ def _place_of(record, s, k, i):
     """(row, head) of query i of those that sequence s has of a KV head."""
     group = record[N] // record[K]
     return row_of(record, s, queries_of(record, s)[0] + i // group), k * group + i % group
-
-
-@compiled()
-def _lay_out(record, s, k, first, count, factor, rows, query, line):
-    """Write `count` queries side by side, from the address `query` on; `rows` is for a few."""
-    q, _, _, _ = arrays_of(record)
-    head_size, (num_rows, row_len) = record[H], rows.shape
-    for begin in range(0, line // 4, num_rows):
-        for i in range(num_rows):
-            if begin + i < count:
-                row, n = _place_of(record, s, k, first + begin + i)
-                for h in range(head_size):
-                    rows[i, h] = q[row, n, h] * factor
-            else:
-                rows[i] = _ZERO
-        for h in range(0, row_len, _SQUARE):
-            place = query + h * line + 4 * begin
-            transpose_square(address_of(rows) + 4 * h, 4 * row_len, place, line, _SQUARE)
 
 
 @compiled()
@@ -283,61 +243,112 @@ def _write_out(record, s, k, first, count, peak, total, rows, acc, line):
             lse[row, n] = (peak[i] + np.float32(math.log2(total[i]))) * _LN_2
 
 
-@compiled()
-def _run_tile(record, s, k, first, width, chunk_blocks, memory):
-    """Compute the tile from row `first` on, in memory that the caller keeps."""
-    head_size, block_size, line = record[H], record[B], 4 * width
-    padded = _padded(head_size)
-    offset = -(address_of(memory) // 4) % 16  # vectors begin where lines of the cache do
-    memory = memory[offset:]
-    rows = memory[: _SQUARE * padded].reshape(_SQUARE, padded)
-    memory = memory[_SQUARE * padded :]
-    lines = memory[: memory.size // width * width].reshape(-1, width)
-    # Of the queries: themselves, a span's values and those of all spans, then what is seen.
-    acc, seen = lines[padded : 3 * padded], lines[3 * padded :]
-    seen[0], seen[1], seen[2], seen[3] = _NONE, _ZERO, _NONE, _ZERO
-    low, high = seen[4].view(np.int32), seen[5].view(np.int32)
-    query = address_of(lines)
-    acc_at, seen_at = query + padded * line, query + 3 * padded * line
-    span = acc_at, seen_at, seen_at + line
-    whole = acc_at + padded * line, seen_at + 2 * line, seen_at + 3 * line
-    sums = seen_at + 6 * line
-    tile = (
-        query,
-        sums + LANES * line,
-        sums,
-        *span,
-        seen_at + 4 * line,
-        seen_at + 5 * line,
-    )
+def tiles_of(numbers: Numbers):
+    """What computes one of all tiles of all sequences and KV heads: `(record, index)`."""
+    attend_wide, attend_narrow = (_attend_to(w, numbers) for w in (WIDEST, WIDEST // 2))
+    per_word, pack = numbers.per_word, numbers.pack
 
-    table = arrays_of(record)[1][table_of(record, s)]
-    _, num_queries, length = queries_of(record, s)
-    group = record[N] // record[K]
-    count, window = min(width, num_queries * group - first), record[WINDOW]
-    rows[:], acc[:], low[:], high[:] = _ZERO, _ZERO, 1, 0
-    _lay_out(record, s, k, first, count, scale_of(record) * _LOG2_E, rows, query, line)
-    for i in range(count):
-        own = length - num_queries + (first + i) // group
-        high[i] = own if record[IS_CAUSAL] and s < record[S] else length - 1
-        low[i] = max(0, high[i] - window + 1) if window > 0 else 0
+    @compiled_for(numbers.name)
+    def lay_out(record, s, k, first, count, factor, rows, query, line):
+        """Write `count` queries side by side, from the address `query` on; `rows` is for a few."""
+        q, _, _, _ = arrays_of(record)
+        head_size, (num_rows, row_len) = record[H], rows.shape
+        for begin in range(0, line // 4, num_rows):
+            for i in range(num_rows):
+                if begin + i < count:
+                    row, n = _place_of(record, s, k, first + begin + i)
+                    for h in range(head_size):
+                        rows[i, h] = q[row, n, h] * factor
+                    pack(address_of(rows) + 4 * i * row_len, head_size)
+                else:
+                    rows[i] = _ZERO
+            for h in range(0, row_len, _SQUARE):
+                place = query + h * line + 4 * begin
+                transpose_square(address_of(rows) + 4 * h, 4 * row_len, place, line, _SQUARE)
 
-    sizes = (record[K], block_size, record[ROW], head_size, record[P])
-    last_low, last_high = low[count - 1], high[count - 1]
-    num_blocks = last_high // block_size + 1
-    begin = low[0] // block_size // chunk_blocks * chunk_blocks
-    while begin < num_blocks:
-        end = min(begin + chunk_blocks, num_blocks)
-        is_masked = end * block_size > high[0] + 1 or begin * block_size < last_low
-        args = (record[KV], table, begin, end, num_blocks - 1, k, sizes, is_masked, tile)
-        if width == WIDEST:
-            _attend_wide(*args)
-        else:
-            _attend_narrow(*args)
-        begin = end
-        if begin % record[SPAN_BLOCKS] == 0 or begin == num_blocks:
+    @compiled_for(numbers.name)
+    def compute(record, s, k, first, width, chunk_blocks, memory):
+        """Compute the tile from row `first` on, in memory that the caller keeps."""
+        head_size, block_size, line = record[H], record[B], 4 * width
+        padded = _padded(head_size)
+        offset = -(address_of(memory) // 4) % 16  # vectors begin where lines of the cache do
+        memory = memory[offset:]
+        rows = memory[: _SQUARE * padded].reshape(_SQUARE, padded)
+        memory = memory[_SQUARE * padded :]
+        lines = memory[: memory.size // width * width].reshape(-1, width)
+        # Of the queries: themselves, a span's values and those of all spans, then what is seen.
+        acc, seen = lines[padded : 3 * padded], lines[3 * padded :]
+        seen[0], seen[1], seen[2], seen[3] = _NONE, _ZERO, _NONE, _ZERO
+        low, high = seen[4].view(np.int32), seen[5].view(np.int32)
+        query = address_of(lines)
+        acc_at, seen_at = query + padded * line, query + 3 * padded * line
+        span = acc_at, seen_at, seen_at + line
+        whole = acc_at + padded * line, seen_at + 2 * line, seen_at + 3 * line
+        sums = seen_at + 6 * line
+        tile = (
+            query,
+            sums + LANES * line,
+            sums,
+            *span,
+            seen_at + 4 * line,
+            seen_at + 5 * line,
+            sums + (LANES + chunk_blocks * block_size) * line,
+        )
+
+        table = arrays_of(record)[1][table_of(record, s)]
+        _, num_queries, length = queries_of(record, s)
+        group = record[N] // record[K]
+        count, window = min(width, num_queries * group - first), record[WINDOW]
+        rows[:], acc[:], low[:], high[:] = _ZERO, _ZERO, 1, 0
+        lay_out(record, s, k, first, count, scale_of(record) * _LOG2_E, rows, query, line)
+        for i in range(count):
+            own = length - num_queries + (first + i) // group
+            high[i] = own if record[IS_CAUSAL] and s < record[S] else length - 1
+            low[i] = max(0, high[i] - window + 1) if window > 0 else 0
+
+        sizes = (record[K], block_size, 4 * record[ROW] // per_word, head_size, record[P])
+        last_low, last_high = low[count - 1], high[count - 1]
+        num_blocks = last_high // block_size + 1
+        begin = low[0] // block_size // chunk_blocks * chunk_blocks
+        while begin < num_blocks:
+            end = min(begin + chunk_blocks, num_blocks)
+            is_masked = end * block_size > high[0] + 1 or begin * block_size < last_low
+            args = (record[KV], table, begin, end, num_blocks - 1, k, sizes, is_masked, tile)
             if width == WIDEST:
-                _fold_wide(head_size, span, whole)
+                attend_wide(*args)
             else:
-                _fold_narrow(head_size, span, whole)
-    _write_out(record, s, k, first, count, seen[2], seen[3], rows, whole[0], line)
+                attend_narrow(*args)
+            begin = end
+            if begin % record[SPAN_BLOCKS] == 0 or begin == num_blocks:
+                if width == WIDEST:
+                    _fold_wide(head_size, span, whole)
+                else:
+                    _fold_narrow(head_size, span, whole)
+        _write_out(record, s, k, first, count, seen[2], seen[3], rows, whole[0], line)
+
+    @compiled_for(numbers.name)
+    def run_tile(record, index):
+        s, own = 0, _tiles_of(record, 0) * record[K]
+        while index >= own:
+            index -= own
+            s += 1
+            own = _tiles_of(record, s) * record[K]
+        rows = record[N] // record[K] * queries_of(record, s)[1]
+        wide = (rows + WIDEST // 2 - 1) // WIDEST
+        # A head's last wide tile takes longest, and a narrow one is done soon: threads that take
+        # them in this order are done together.
+        if index < wide * record[K]:
+            width, k, first = WIDEST, index // wide, (wide - 1 - index % wide) * WIDEST
+        else:
+            width, k, first = WIDEST // 2, index - wide * record[K], wide * WIDEST
+        block_size = record[B]
+        chunk_blocks = max(1, CHUNK_TOKENS // block_size)
+        padded = _padded(record[H])
+        chunk = chunk_blocks * block_size
+        size = (3 * padded + chunk + LANES + 6) * width + padded * _SQUARE + 16
+        if per_word > 1:
+            size += chunk // per_word * record[H]
+        memory = np.empty(size, np.float32)
+        compute(record, s, k, first, width, chunk_blocks, memory)
+
+    return run_tile

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ..chips import require_chip
-from ..dispatch import MOSAIC_GPU, MOSAIC_TPU, REFERENCE, XLA, Op
+from ..dispatch import MOSAIC_GPU, MOSAIC_TPU, NUMBA, REFERENCE, XLA, Op
 from ..layout import (
     QUANTISED_DTYPES,
     check_cache,
@@ -15,6 +15,7 @@ from ..layout import (
     debug_check_block_ids,
 )
 from ..quantise import quantise
+from .numba import write_kv_numba
 from .reference import write_kv_reference
 from .xla import write_kv_xla
 
@@ -39,6 +40,7 @@ _OP = Op(
     implementations={
         REFERENCE: write_kv_reference,
         XLA: write_kv_xla,
+        NUMBA: write_kv_numba,
         MOSAIC_GPU: _mosaic_gpu,
         MOSAIC_TPU: _mosaic_tpu,
     },
@@ -71,8 +73,8 @@ def write_kv(
         slots: `int32[T]`, `block_id * B + offset`.
         k_scale, v_scale: `float32[K]` of a quantised cache, from `kv_scales`. None means 1,
             which int8 refuses.
-        implementation: None picks by platform; "mosaic_gpu", "mosaic_tpu", "xla" or
-            "reference". A named one never falls back.
+        implementation: None picks by platform; "numba" (CPUs), "mosaic_gpu", "mosaic_tpu", "xla"
+            or "reference". A named one never falls back.
 
     Returns:
         The cache, `[P, K, B, ROW]`.

@@ -94,6 +94,14 @@ def test_matches_float64(
     assert worst <= case.tolerances[0] and mean <= case.tolerances[1], (worst, mean)
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if ("numba", name) not in REFUSED])
+def test_with_numba_a_cache_in_bfloat16_matches_float64(name: str) -> None:
+    case = dataclasses.replace(CASES[name], cache_dtype="bfloat16")
+    problem = build(case)
+    worst, mean = errors(*run(problem, NUMBA), problem)
+    assert worst <= case.tolerances[0] and mean <= case.tolerances[1], (worst, mean)
+
+
 @pytest.mark.parametrize("implementation", FAST, ids=str)
 @pytest.mark.parametrize("name", ["decode-long", "mixed"])
 def test_a_swap_of_keys_and_values_is_noticed(name: str, implementation: Implementation) -> None:

@@ -101,8 +101,14 @@ def test_equals_attention_without_sharing(
     ("num_seqs", "heads", "block_size", "shared_tokens"),
     [(8, (9, 3, 64), 16, 1040), (5, (4, 2, 16), 8, 300), (33, (9, 3, 64), 16, 600)],
 )
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 1e-2)])
 def test_with_numba_not_one_bit_depends_on_what_is_shared(
-    num_seqs: int, heads: tuple[int, int, int], block_size: int, shared_tokens: int
+    num_seqs: int,
+    heads: tuple[int, int, int],
+    block_size: int,
+    shared_tokens: int,
+    dtype: str,
+    tolerance: float,
 ) -> None:
     rng = np.random.default_rng(num_seqs)
     num_heads, num_kv_heads, head_size = heads
@@ -113,7 +119,7 @@ def test_with_numba_not_one_bit_depends_on_what_is_shared(
     lens[2], lens[-1] = 0, 17
     shape = (num_seqs * table_len + 1, num_kv_heads, block_size, 2 * head_size)
     q = jnp.asarray(rng.standard_normal((num_seqs, num_heads, head_size)), jnp.float32)
-    cache = jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    cache = jnp.asarray(rng.standard_normal(shape), dtype)
     lists = jnp.asarray(tables), jnp.asarray(lens)
     prefixes = jax.jit(shared_prefixes, static_argnums=2)(*lists, block_size)
     assert prefixes.group_blocks[0] >= blocks_of_span(block_size, table_len)
@@ -126,7 +132,7 @@ def test_with_numba_not_one_bit_depends_on_what_is_shared(
     start = jnp.arange(num_seqs + 1, dtype=jnp.int32)
     for name, equal in (
         ("numba", np.testing.assert_array_equal),
-        ("reference", partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-5)),
+        ("reference", partial(np.testing.assert_allclose, atol=tolerance, rtol=tolerance)),
     ):
         want = paged_attention(q, cache, *lists, start, max_query_len=1, implementation=name)
         for a, b in zip(got, want, strict=True):

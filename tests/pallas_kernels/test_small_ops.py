@@ -52,7 +52,7 @@ DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
 def params(cases: Iterable[str]) -> list:
     """(implementation, case, dtype) parameters: every dtype with one case, one with the others."""
     found = []
-    for implementation in (REFERENCE, XLA, V6E, V6E_RACES, H200):
+    for implementation in (REFERENCE, XLA, NUMBA, V6E, V6E_RACES, H200):
         slow = () if implementation.chip is None else (pytest.mark.kernels,)
         for i, case in enumerate(cases):
             for j, dtype in enumerate(DTYPES if i == 0 else DTYPES[i % len(DTYPES) :][:1]):
@@ -166,7 +166,7 @@ def test_chosen_blocks_are_scattered(implementation: Implementation) -> None:
     same_bits(run(implementation, scatter, cache, ids(*where), ids(*sources), packed), want)
 
 
-@pytest.mark.parametrize("implementation", [REFERENCE, XLA, V6E], ids=str)
+@pytest.mark.parametrize("implementation", [REFERENCE, XLA, NUMBA, V6E], ids=str)
 def test_no_blocks_are_no_work(implementation: Implementation) -> None:
     cache, none = cache_of(), ids()
     same_bits(run(implementation, copy_blocks, cache, none, none), np.asarray(cache))
@@ -176,11 +176,12 @@ def test_no_blocks_are_no_work(implementation: Implementation) -> None:
 
 @pytest.mark.parametrize("op", ["copy", "scatter"])
 @pytest.mark.parametrize("layers", ["unrolled", "scan"])
-def test_moving_blocks_does_not_copy_a_donated_cache(op: str, layers: str) -> None:
-    layer, both = (jax.ShapeDtypeStruct((n, 2, 16, 128), jnp.float32) for n in (1024, 2048))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_moving_blocks_does_not_copy_a_donated_cache(dtype: str, op: str, layers: str) -> None:
+    layer, both = (jax.ShapeDtypeStruct((n, 2, 16, 128), dtype) for n in (1024, 2048))
     index, packed = (
         jax.ShapeDtypeStruct((4,), jnp.int32),
-        jax.ShapeDtypeStruct((4, 2, 16, 128), "f4"),
+        jax.ShapeDtypeStruct((4, 2, 16, 128), dtype),
     )
 
     def move(cache, i, a, b):
@@ -196,7 +197,7 @@ def test_moving_blocks_does_not_copy_a_donated_cache(op: str, layers: str) -> No
     args = (index, index if op == "copy" else packed)
     analysis = jax.jit(fn, donate_argnums=0).lower(first, *args).compile().memory_analysis()
     assert analysis is not None
-    assert analysis.temp_size_in_bytes < 1 << 19  # a layer is 16 MiB, four blocks 64 KiB
+    assert analysis.temp_size_in_bytes < 1 << 19  # a layer is 8 MiB or more, four blocks 64 KiB
 
 
 @pytest.mark.parametrize("bad", [-1, 7, 10**6])

@@ -31,6 +31,7 @@ from .implementations import (
     H200,
     H200_RACES,
     JAX_VERSION,
+    NUMBA,
     REFERENCE,
     V4,
     V6E,
@@ -107,6 +108,7 @@ CASES = {
 QUICK: dict[Implementation, set[str]] = {
     REFERENCE: set(CASES),
     XLA: set(CASES),
+    NUMBA: set(CASES),
     V6E: {"mixed", "shuffled-run", "runs", "mixed-int8"},
     V4: set(),
     V6E_RACES: {"mixed"},
@@ -193,7 +195,7 @@ def test_what_was_written_is_read(dtype: str) -> None:
     np.testing.assert_allclose(out, v, atol=0.2 if dtype == "float8_e4m3fn" else 0.02)
 
 
-@pytest.mark.parametrize("implementation", [XLA, V6E], ids=str)
+@pytest.mark.parametrize("implementation", [XLA, NUMBA, V6E], ids=str)
 def test_a_slot_that_occurs_twice_spoils_no_other(implementation: Implementation) -> None:
     case = Case(tokens=(*run_of(1, 0, 8), (1, 7), (2, 0), (2, 0), (4, 3)), heads=1)
     args, scales = inputs(case, implementation.platform)
@@ -208,18 +210,21 @@ def test_a_slot_that_occurs_twice_spoils_no_other(implementation: Implementation
 
 
 @pytest.mark.parametrize("layers", ["unrolled", "scan"])
-def test_a_donated_cache_is_not_copied(layers: str) -> None:
-    layer = jax.ShapeDtypeStruct((2048, 3, 16, 128), jnp.float32)  # 48 MiB
-    both = jax.ShapeDtypeStruct((2 * 2048, 3, 16, 128), jnp.float32)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_a_donated_cache_is_not_copied(dtype: str, layers: str) -> None:
+    layer = jax.ShapeDtypeStruct((2048, 3, 16, 128), dtype)  # 12 MiB or more
+    both = jax.ShapeDtypeStruct((2 * 2048, 3, 16, 128), dtype)
+    scale = jnp.ones(3) if dtype == "int8" else None
     new = jax.ShapeDtypeStruct((16, 3, 64), jnp.float32)
     slots = jax.ShapeDtypeStruct((16,), jnp.int32)
 
     def unrolled(caches, k, v, s):
-        return [write_kv(c, k, v, s) for c in caches]
+        return [write_kv(c, k, v, s, k_scale=scale, v_scale=scale) for c in caches]
 
     def scan(cache, k, v, s):
         def one(cache, layer):
-            return write_kv(cache, k, v, s + layer * 2048 * 16), None
+            slots = s + layer * 2048 * 16
+            return write_kv(cache, k, v, slots, k_scale=scale, v_scale=scale), None
 
         return jax.lax.scan(one, cache, jnp.arange(2, dtype=jnp.int32))[0]
 

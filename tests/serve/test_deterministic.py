@@ -28,9 +28,16 @@ def bits(answers: list[Completion]) -> list[tuple]:
 
 
 # XLA sums many wide rows by other programs than few narrow ones.
-@pytest.mark.parametrize("hidden_size", [48, pytest.param(576, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("hidden_size", "settings"),
+    [
+        (48, {}),
+        (48, {"kv_cache_dtype": "bfloat16"}),
+        pytest.param(576, {}, marks=pytest.mark.slow),
+    ],
+)
 def test_logits_are_equal_to_the_bit_however_they_come_about(
-    smollm2: LoadedModel, hidden_size: int
+    smollm2: LoadedModel, hidden_size: int, settings: dict[str, str]
 ) -> None:
     tiny = tiny_model(smollm2, hidden_size=hidden_size)
     rng = np.random.default_rng(2)
@@ -39,15 +46,16 @@ def test_logits_are_equal_to_the_bit_however_they_come_about(
         [*(shared if i % 2 else []), *rng.integers(1000, 40000, 3 + 11 * i).tolist()]
         for i in range(6)
     ]
-    alone = deterministic(tiny, enable_prefix_caching=False)
+    alone = deterministic(tiny, enable_prefix_caching=False, **settings)
     miss = bits([alone.generate(prompt, PARAMS)[0] for prompt in prompts])
     assert all(len(top) == 6 and len(top[0]) == 20 for _, top in miss)
-    engine = deterministic(tiny, num_speculative_tokens=3)
+    engine = deterministic(tiny, num_speculative_tokens=3, **settings)
     assert bits(engine.generate(prompts, PARAMS)) == miss  # together, sharing
     again = engine.generate(prompts, PARAMS)
     assert bits(again) == miss  # hits
     assert all(a.num_cached_tokens >= a.num_prompt_tokens - 1 for a in again)
-    small = deterministic(tiny, max_num_batched_tokens=16, num_blocks=24)  # chunks, preemption
+    # Chunks, preemption.
+    small = deterministic(tiny, max_num_batched_tokens=16, num_blocks=24, **settings)
     assert bits(small.generate(prompts, PARAMS)) == miss
     assert small.stats().num_preemptions + small.stats().num_cached_blocks > 0
     small.check_invariants()
@@ -61,8 +69,7 @@ def test_where_it_costs_nothing_it_is_on_unasked(
 
     assert chosen() is True
     assert chosen(deterministic=False) is False
-    assert chosen(kv_cache_dtype="bfloat16") is False
-    assert chosen(kv_cache_dtype="bfloat16", deterministic=True) is True
+    assert chosen(kv_cache_dtype="bfloat16") is True
     assert tiny_engine(tiny_model(smollm2, hidden_size=48)).config.deterministic is True
     monkeypatch.setattr(determinism, "cpu_kernels", lambda: None)
     assert chosen() is False  # XLA multiplies in small pieces for it
