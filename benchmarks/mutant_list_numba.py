@@ -22,6 +22,21 @@ def tiles(what: str, old: str, new: str, case: str) -> Mutant:
     return decode(what, old, new, case, "numba_tiles.py")
 
 
+def numbers(what: str, old: str, new: str, case: str = "matches and numba-mixed") -> Mutant:
+    return Mutant(
+        what=f"Numba tiles: {what}",
+        file="paged_attention/numba_numbers.py",
+        old=old,
+        new=new,
+        tests=ATTENTION,
+        select=case,
+    )
+
+
+def pairs(what: str, old: str, new: str) -> Mutant:
+    return numbers(f"pairs: {what}", old, new, "bfloat16_matches and mixed")
+
+
 def linear(what: str, old: str, new: str, case: str = "product and numba") -> Mutant:
     return Mutant(
         what=f"Numba linear: {what}",
@@ -53,7 +68,7 @@ def scatter(what: str, old: str, new: str) -> Mutant:
 
 NUMBA_MUTANTS = (
     scatter("the first layer's blocks", "+ 8 * words * numbers[0]", "+ 0 * numbers[0]"),
-    scatter("blocks of one layer, side by side", "words * blocks[1]", "words"),
+    scatter("blocks of one layer, side by side", "words * numbers[1]", "words"),
     scatter("the null block is written", "block_id == NULL_BLOCK", "block_id < 0"),
     scatter("the last word of odd blocks is left", "in range(words)", "in range(words - 1)"),
     scatter(
@@ -69,7 +84,9 @@ NUMBA_MUTANTS = (
         "source, target = key + t * row + 4 * (head_size + h),",
         "mixed",
     ),
-    decode("keys for values", "begin * row + 4 * head_size + h", "begin * row + h", "mixed"),
+    decode(
+        "keys for values", "begin * row + (head_size + h) * size", "begin * row + h * size", "mixed"
+    ),
     decode(
         "another key's place",
         "(h * lines + place + t)",
@@ -97,14 +114,14 @@ NUMBA_MUTANTS = (
     ),
     decode(
         "a new peak leaves the old values",
-        "load(acc + h, value_width) * splat(shrink, value_width)",
-        "load(acc + h, value_width)",
+        "load(acc + 4 * h, value_width) * splat(shrink, value_width)",
+        "load(acc + 4 * h, value_width)",
         "decode-long",
     ),
     decode(
         "the last value of a block is left out",
-        "for _ in range(begin, end):",
-        "for _ in range(begin, end - 1):",
+        "for _ in range(begin, end, per_word):",
+        "for _ in range(begin, end - 1, per_word):",
         "mixed",
     ),
     decode(
@@ -139,13 +156,38 @@ NUMBA_MUTANTS = (
         "key = kv + (block_of(table, b, pool) * num_kv_heads)",
         "mixed",
     ),
-    tiles(
+    numbers(
         "another head's values",
-        "first = (block_of(table, b, pool) * num_kv_heads + k)",
-        "first = (block_of(table, b, pool) * num_kv_heads)",
-        "mixed",
+        "return kv + (block_of(table, b, pool) * num_kv_heads + k)",
+        "return kv + (block_of(table, b, pool) * num_kv_heads)",
     ),
-    tiles("keys for values", "first + head_size + h", "first + h", "mixed"),
+    numbers("keys for values", "k, sizes) + 4 * sizes[3], sizes[2]", "k, sizes), sizes[2]"),
+    pairs("keys for values", "k, sizes) + 2 * head_size", "k, sizes)"),
+    pairs("a value twice", "value + row + 2 * h, _LANES)", "value + 2 * h, _LANES)"),
+    pairs("the first block's values", "(b - begin) * (block_size // 2) * 4", "0 * 4"),
+    pairs("weights of every other key", "address + line, width)", "address, width)"),
+    pairs(
+        "the row below's values",
+        "load_across(address, address + row,",
+        "load_across(address, address,",
+    ),
+    replace(
+        pairs("an odd first key is paired with the next one", "begin -= begin % per_word", "pass"),
+        file="paged_attention/numba_decode.py",
+        select="bfloat16_matches and window",
+    ),
+    replace(
+        pairs("one product of two", "for is_upper in (True, False)", "for is_upper in (True,)"),
+        file="vectors_bf16.py",
+        tests="test_vectors_bf16.py",
+        select="products and False",
+    ),
+    replace(
+        pairs("numbers are cut off", "builder.add(odd, constant(0x7FFF))", "constant(0)"),
+        file="vectors_bf16.py",
+        tests="test_vectors_bf16.py",
+        select="rounded",
+    ),
     tiles("nothing is masked", "if is_masked:", "if False:", "mixed"),
     tiles(
         "the chunk of the first query is whole",
