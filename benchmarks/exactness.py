@@ -1,7 +1,8 @@
 """Greedy tokens under every setting of the engine, against each prompt alone without a cache.
 
-    python benchmarks/exactness.py [--model smollm2] [--quantization w8a8] [--prompts 200] \
-        [--longest 4000] [--tokens 8] [--only chunk=64,pool=tight] [--json FILE]
+    python benchmarks/exactness.py [--model smollm2] [--quantization w8a8] \
+        [--kv-cache-dtype bfloat16] [--prompts 200] [--longest 4000] [--tokens 8] \
+        [--only chunk=64,pool=tight] [--json FILE]
 
 The settings: prefix caching on and off, each request alone and sixteen at once, chunks of 64 and
 512 tokens, a pool with room for all and one that forces preemption (alone: eviction), cascade
@@ -83,7 +84,9 @@ def tokens_of(cell: dict[str, Any], tokens: int) -> int:
     return tokens * (LONGER if cell["pool"] == "tight" and cell["company"] == BATCH else 1)
 
 
-def engine_for(loaded: LoadedModel, cell: dict[str, Any], max_model_len: int) -> Engine:
+def engine_for(
+    loaded: LoadedModel, cell: dict[str, Any], max_model_len: int, cache_dtype: str
+) -> Engine:
     """An engine with the settings of a cell."""
     most = -(-max_model_len // 16)
     # Tight: the longest and half as much again.
@@ -92,6 +95,7 @@ def engine_for(loaded: LoadedModel, cell: dict[str, Any], max_model_len: int) ->
         loaded,
         EngineConfig(
             num_blocks=num_blocks,
+            kv_cache_dtype=cache_dtype,
             max_model_len=max_model_len,
             max_num_seqs=BATCH,
             max_num_batched_tokens=cell["chunk"],
@@ -119,7 +123,7 @@ def run_cell(
 ) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
     """(what was seen, the tokens) of one setting; the baseline's answers are the longest."""
     most = args.tokens * LONGER
-    engine = engine_for(loaded, cell, args.longest + most)
+    engine = engine_for(loaded, cell, args.longest + most, args.kv_cache_dtype)
     begin = time.perf_counter()
     got = answers(
         engine, cell["company"], prompts, most if expected is None else tokens_of(cell, args.tokens)
@@ -149,6 +153,7 @@ def share_of_equal_bits(
     """The share of logprobs that equal those of a miss alone, with `deterministic` on or off."""
     params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True, logprobs=20)
     settings = {"max_model_len": args.longest + args.tokens, "max_num_seqs": BATCH}
+    settings |= {"kv_cache_dtype": args.kv_cache_dtype}
     plain, engine = (
         Engine(loaded, EngineConfig(deterministic=on, enable_prefix_caching=cache, **settings))
         for cache in (False, True)
@@ -192,6 +197,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--quantization", help="of the model; none by default")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="of EngineConfig")
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--longest", type=int, default=4000, help="tokens of the longest prompt")
     parser.add_argument("--tokens", type=int, default=8, help="tokens of each answer")
@@ -214,7 +220,7 @@ def main() -> int:
     )
     about = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax")}
     about |= {"python": platform.python_version(), "model": args.model, "code": code_digest()}
-    about["quantization"] = args.quantization
+    about |= {"quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype}
     about |= {"prompts": len(prompts), "prompt_tokens": sum(lengths), "tokens": args.tokens}
     known = found_before(args.json, about)
     expected = [tuple(tokens) for tokens in known.get("baseline", ())]
