@@ -46,7 +46,10 @@ def logits_with_cache(model: Llama, tokens: jax.Array, cache_dtype: str) -> jax.
 
 
 def compare(
-    whole: LoadedModel, quantized: LoadedModel, cache_dtype: str, windows: np.ndarray
+    whole: LoadedModel,
+    quantized: LoadedModel,
+    windows: np.ndarray,
+    cache_dtype: str = "float32",
 ) -> dict[str, float]:
     """Of the tokens `int32[W, T]`: both perplexities, and how far the distributions are apart."""
 
@@ -109,7 +112,7 @@ def main() -> None:
         "python": platform.python_version(),
         "jax": metadata.version("jax"),
         "octavo": metadata.version("octavo"),
-        **compare(whole, quantized, args.kv_cache_dtype, windows),
+        **compare(whole, quantized, windows, args.kv_cache_dtype),
     }
     text = json.dumps(report, indent=2)
     print(text)
