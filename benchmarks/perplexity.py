@@ -5,7 +5,7 @@
 
 The text (`perplexity.txt`, prose of this project's pages as they were when it was made) is cut into
 windows of so many tokens, and every token but a window's first is scored, by the model as loaded
-in float32 without a cache, and by the other one, with a cache of that dtype. The same tokens are
+in float32 without a cache, and by the other one, from a cache of that dtype if asked to. The same tokens are
 scored, so the difference has a much smaller error than either perplexity.
 """
 
@@ -49,7 +49,7 @@ def compare(
     whole: LoadedModel,
     quantized: LoadedModel,
     windows: np.ndarray,
-    cache_dtype: str = "float32",
+    cache_dtype: str | None = None,
 ) -> dict[str, float]:
     """Of the tokens `int32[W, T]`: both perplexities, and how far the distributions are apart."""
 
@@ -59,8 +59,12 @@ def compare(
     @jax.jit
     def one(states: tuple[nnx.State, ...], tokens: jax.Array) -> tuple[jax.Array, ...]:
         first, other = (nnx.merge(*model) for model in zip(graphdefs, states, strict=True))
-        logits = first.sequence_logits(tokens), logits_with_cache(other, tokens, cache_dtype)
-        p, q = (jax.nn.log_softmax(x[:-1].astype(jnp.float32)) for x in logits)
+        if cache_dtype is None:
+            logits = other.sequence_logits(tokens)
+        else:
+            logits = logits_with_cache(other, tokens, cache_dtype)
+        both = first.sequence_logits(tokens), logits
+        p, q = (jax.nn.log_softmax(x[:-1].astype(jnp.float32)) for x in both)
         own = tokens[1:, None]
         loss, quantized_loss = (-jnp.take_along_axis(x, own, axis=1)[:, 0] for x in (p, q))
         divergence = jnp.sum(jnp.exp(p) * (p - q), axis=-1)
@@ -87,7 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--quantization", default="int8", help="or none")
-    parser.add_argument("--kv-cache-dtype", default="float32")
+    parser.add_argument("--kv-cache-dtype", help="read from such a cache; without one by default")
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--json", type=Path)
