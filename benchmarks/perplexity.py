@@ -5,8 +5,8 @@
 
 The text (`perplexity.txt`, prose of this project's pages as they were when it was made) is cut into
 windows of so many tokens, and every token but a window's first is scored, by the model as loaded
-in float32 without a cache, and by the other one, from a cache of that dtype if asked to. The same tokens are
-scored, so the difference has a much smaller error than either perplexity.
+in float32 without a cache, and by the other one, from a cache of that dtype if asked to. The same
+tokens are scored, so the difference has a much smaller error than either perplexity.
 """
 
 from __future__ import annotations
