@@ -12,16 +12,17 @@ _OPS = ("linear", "gather_blocks")
 _LOCK = threading.Lock()
 
 
-def cpu_kernels(cache_dtype: str = "float32") -> str | None:
+def cpu_kernels(cache_dtype: str | None = None) -> str | None:
     """Make CPU kernels known to XLA; returns what compiled them, None if there are none.
 
-    A program that was compiled in another process needs this before it is loaded. Attention is
-    compiled for the dtypes of caches that there are, as it takes half a minute for each.
+    A program that was compiled in another process needs this before it is loaded. Attention, which
+    takes half a minute to compile for each dtype of caches, is among them only for a dtype given.
     """
     try:
         for op in _OPS:
             registered(op)
-        registered("paged_attention", cache_dtype)
+        if cache_dtype is not None:
+            registered("paged_attention", cache_dtype)
     except NotImplementedError:
         return None
     return f"numba {metadata.version('numba')}"

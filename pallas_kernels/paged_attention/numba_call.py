@@ -101,7 +101,8 @@ def _run_with(numbers: Numbers):
 _run_float32, _run_bfloat16 = _run_with(FLOAT32), _run_with(BFLOAT16)
 
 
-# Each is compiled when it is first asked for.
+# Each is compiled when it is first asked for. They are two, as Numba's cache would not find again
+# what closes over a compiled function.
 def _float32_handler(digest: int):
     @cfunc(types.int64(types.int64), cache=True)
     def handler(frame_address):

@@ -301,9 +301,8 @@ def chunks_of(numbers: Numbers):
         group, factor = num_heads // record[K], scale_of(record) * _LOG2_E
         lines = (max(CHUNK_TOKENS, block_size) + LANES - 1) // LANES * LANES
         size = (head_size + 1) * lines + 2 * num_heads * head_size + LANES
-        memory = np.zeros(
-            size, np.float32
-        )  # what lies beside the keys of a short chunk is a number
+        # Zeros: what lies beside the keys of a short chunk is a number.
+        memory = np.zeros(size, np.float32)
         offset = -(address_of(memory) // 4) % LANES
         own = memory[offset + head_size * lines :][:lines]
         rest = memory[offset + (head_size + 1) * lines :]
