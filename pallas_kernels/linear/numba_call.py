@@ -52,10 +52,10 @@ _PART_BYTES = 1 << 16
 _PARTS_PER_THREAD = 8
 _ZERO = np.float32(0)
 
-# Words of the record of a call: addresses, sizes, rows of a tile, parts of all panels.
+# Words of the record of a call: addresses, sizes, rows of a tile, parts of all panels, threads.
 _X, _WEIGHT, _SCALE, _OUT, _INT8_X = range(OWN, OWN + 5)
-_ROWS, _INPUTS, _OUTPUTS, _GROUPS, _PANELS, _TILE, _PARTS = range(OWN + 5, OWN + 12)
-_RECORD_WORDS = OWN + 12
+_ROWS, _INPUTS, _OUTPUTS, _GROUPS, _PANELS, _TILE, _PARTS, _THREADS = range(OWN + 5, OWN + 13)
+_RECORD_WORDS = OWN + 13
 
 
 @compiled()
@@ -221,8 +221,11 @@ def _run_item(record, index):
     first = tile * record[_TILE]
     rows = first, min(record[_TILE], record[_ROWS] - first)
     if record[_INT8_X] != 0:
-        for panel in range(panels * part // parts, panels * (part + 1) // parts):
-            _run_int8_panel(record, panel, rows)
+        last = panels * (part + 1) // parts - 1
+        for panel in range(panels * part // parts, last + 1):
+            # Threads take parts in turn.
+            ahead = panel + 1 if panel < last else panels * (part + record[_THREADS]) // parts
+            _run_int8_panel(record, panel, rows, ahead)
         return
     own = np.empty((_UNPACKED_PIECE + GROUP) * _WIDTH + _CACHE_LINE // 4, np.float32)
     for panel in range(panels * part // parts, panels * (part + 1) // parts):
@@ -230,14 +233,16 @@ def _run_item(record, index):
 
 
 @compiled()
-def _run_int8_panel(record, panel, rows):
-    """Compute a panel's outputs for `(first, count)` rows in int8."""
+def _run_int8_panel(record, panel, rows, ahead):
+    """Compute a panel's outputs for `(first, count)` rows in int8, and fetch panel `ahead`."""
     groups, out_row = record[_GROUPS], 4 * record[_OUTPUTS]
     x = record[_INT8_X] + rows[0] * groups * ROW_GROUP
-    weight = record[_WEIGHT] + panel * groups * WORDS_PER_GROUP * _LINE
+    size = groups * WORDS_PER_GROUP * _LINE
+    weight = record[_WEIGHT] + panel * size
     scale = record[_SCALE] + panel * groups * _LINE
     out = record[_OUT] + rows[0] * out_row + panel * _LINE
-    multiply_panel(x, weight, scale, groups, rows[1], out, out_row)
+    ahead = record[_WEIGHT] + ahead * size
+    multiply_panel(x, weight, scale, groups, rows[1], out, out_row, ahead)
 
 
 @compiled()
@@ -292,7 +297,8 @@ def _run(frame):
     num_items = tiles * record[_PARTS]
     if record[_INT8_X] != 0:
         round_rows(record[_X], record[_ROWS], record[_INPUTS], record[_INT8_X])
-    helpers = min(num_threads, num_items, 1 + shares) - 1
+    record[_THREADS] = min(num_threads, num_items, 1 + shares)
+    helpers = record[_THREADS] - 1
     address, error = share_out(frame, record, num_items, helpers, callback_of(_work))
     if address != 0:
         _work(address)

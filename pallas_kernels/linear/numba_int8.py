@@ -32,6 +32,7 @@ ROW_GROUP = 4 * WORDS_PER_ROW_GROUP
 _FACTOR, _OFFSET = 4 * WORDS_PER_GROUP, 4 * WORDS_PER_GROUP + 4
 _SMALLEST, _MOST = np.float32(SMALLEST), np.float32(127)
 _CACHE_LINE = 64
+_GROUP_BYTES = WORDS_PER_GROUP * _LINE
 # How far ahead what is read in one go is fetched.
 _AHEAD = 64 * _LINE
 _ZERO = np.float32(0)
@@ -61,11 +62,19 @@ def _multiply(x, weight, scale, groups, out):
 
 
 @compiled()
-def _multiply_4(x, row, weight, scale, groups, out, out_row):
-    """Four rows' products: as many vectors as hide how long an addition takes."""
+def _multiply_4(x, row, weight, scale, groups, out, out_row, ahead):
+    """Four rows' products: as many vectors as hide how long an addition takes.
+
+    Of each group's words, what lies between the two addresses of `ahead` is fetched meanwhile.
+    """
+    fetched, end = ahead
     zero = splat(_ZERO, LANES)
     t0, t1, t2, t3, u0, u1, u2, u3 = zero, zero, zero, zero, zero, zero, zero, zero
     for _ in range(groups):
+        for address in range(fetched, end, _CACHE_LINE):
+            prefetch(address)
+        fetched += _GROUP_BYTES
+        end += _GROUP_BYTES
         begin = x + _OFFSET
         a0, a1 = splat_word(begin), splat_word(begin + row)
         a2, a3 = splat_word(begin + 2 * row), splat_word(begin + 3 * row)
@@ -106,13 +115,18 @@ def _store(out, first, second):
 
 
 @compiled()
-def multiply_panel(x, weight, scale, groups, rows, out, out_row):
-    """The products of `rows` rows, as `round_rows` leaves them, with a panel."""
+def multiply_panel(x, weight, scale, groups, rows, out, out_row, ahead):
+    """The products of `rows` rows, as `round_rows` leaves them, with a panel.
+
+    The panel at the address `ahead` is fetched meanwhile, a part of it with each four rows.
+    """
     row = groups * ROW_GROUP
-    m = 0
+    m, fours, fetched = 0, rows // 4, 0
     while m + 4 <= rows:
-        _multiply_4(x + m * row, row, weight, scale, groups, out + m * out_row, out_row)
-        m += 4
+        end = _GROUP_BYTES * (m // 4 + 1) // fours // _CACHE_LINE * _CACHE_LINE
+        part = ahead + fetched, ahead + end
+        _multiply_4(x + m * row, row, weight, scale, groups, out + m * out_row, out_row, part)
+        m, fetched = m + 4, end
     while m < rows:
         _multiply(x + m * row, weight, scale, groups, out + m * out_row)
         m += 1
