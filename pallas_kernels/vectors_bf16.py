@@ -110,11 +110,29 @@ def load_across(typing_context, first, second, width):
 
 
 def _pairs(builder, first, second):
+    width = first.type.count
+    if has_pair_products() and width % _LANES == 0:
+        halves = [
+            (_lanes(builder, first, begin, _LANES), _lanes(builder, second, begin, _LANES))
+            for begin in range(0, width, _LANES)
+        ]
+        return _joined(builder, [_rounded_pairs(builder, *both) for both in halves])
     low, high = _rounded(builder, first), _rounded(builder, second)
     kind = low.type
     low = builder.lshr(low, ir.Constant(kind, [16] * kind.count))
     high = builder.and_(high, ir.Constant(kind, [_UPPER] * kind.count))
     return builder.bitcast(builder.or_(low, high), first.type)
+
+
+def _rounded_pairs(builder, first, second):
+    """What `_pairs` returns, by an instruction that puts all of `second` behind all of `first`."""
+    half = ir.VectorType(ir.IntType(16), 2 * _LANES)
+    kind = ir.FunctionType(half, [first.type] * 2)
+    rounded = builder.asm(kind, "vcvtne2ps2bf16 $1, $2, $0", "=v,v,v", [first, second], False)
+    lanes = [i // 2 + _LANES * (i % 2) for i in range(2 * _LANES)]
+    mask = ir.Constant(ir.VectorType(INT32, 2 * _LANES), lanes)
+    pairs = builder.shuffle_vector(rounded, ir.Constant(half, ir.Undefined), mask)
+    return builder.bitcast(pairs, first.type)
 
 
 def _rounded(builder, numbers):
