@@ -66,7 +66,10 @@ def _add_without(builder, total, own, pairs):
 
 @intrinsic
 def pairs_of(typing_context, first, second):
-    """The numbers of two vectors side by side, each rounded to the nearest bfloat16."""
+    """The numbers of two vectors side by side, each rounded to the nearest bfloat16.
+
+    Subnormal ones may become 0, as which the products count them.
+    """
 
     def generate(context, builder, signature, args):
         return _pairs(builder, *args)

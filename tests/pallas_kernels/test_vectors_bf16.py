@@ -19,7 +19,19 @@ def halves(words: np.ndarray) -> np.ndarray:
     return words.view(BFLOAT16).reshape(-1, 2).astype(np.float32)
 
 
-def test_numbers_are_rounded_to_the_nearest_bfloat16() -> None:
+def use_instruction(has_instruction: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what is compiled from now on have the instruction, or not."""
+    if has_instruction and not vectors_bf16.has_pair_products():
+        pytest.skip("this CPU has no AVX-512 BF16")
+    monkeypatch.setattr(vectors_bf16, "has_pair_products", lambda: has_instruction)
+
+
+@pytest.mark.parametrize("has_instruction", [False, True])
+def test_numbers_are_rounded_to_the_nearest_bfloat16(
+    has_instruction: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_instruction(has_instruction, monkeypatch)
+
     @numba.njit
     def pack(numbers, beside, words):
         store(address_of(words), vectors_bf16.neighbours(address_of(numbers), 16))
@@ -28,7 +40,7 @@ def test_numbers_are_rounded_to_the_nearest_bfloat16() -> None:
 
     rng = np.random.default_rng(0)
     numbers = rng.standard_normal(32).astype(np.float32)
-    special = [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, 3.4e38, 1 + 2**-8, 1 + 3 * 2**-8]
+    special = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.2e-38, 3.4e38, 1 + 2**-8, 1 + 3 * 2**-8]
     numbers[: len(special)] = special
     numbers[9:10] = np.array([0x7FFFFFFF], np.uint32).view(np.float32)  # no number either
     beside = rng.standard_normal(32).astype(np.float32)
@@ -40,14 +52,25 @@ def test_numbers_are_rounded_to_the_nearest_bfloat16() -> None:
     np.testing.assert_array_equal(halves(beside), together)
 
 
+def test_subnormal_numbers_stay_or_become_zero() -> None:
+    @numba.njit
+    def pack(numbers, words):
+        same = load(address_of(numbers), 16)
+        store(address_of(words), vectors_bf16.pairs_of(same, same))
+
+    numbers, words = np.full(16, 1e-40, np.float32), np.ones(16, np.float32)
+    pack(numbers, words)
+    rounded = float(np.array(1e-40, BFLOAT16))
+    assert 0 < rounded < 1.2e-38
+    assert set(halves(words).ravel().tolist()) <= {0.0, rounded}
+
+
 @pytest.mark.parametrize("has_instruction", [False, True])
 @pytest.mark.parametrize("width", [4, 16, 64])
 def test_both_products_of_a_pair_are_added(
     width: int, has_instruction: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if has_instruction and not vectors_bf16.has_pair_products():
-        pytest.skip("this CPU has no AVX-512 BF16")
-    monkeypatch.setattr(vectors_bf16, "has_pair_products", lambda: has_instruction)
+    use_instruction(has_instruction, monkeypatch)
 
     @numba.njit
     def products(start, first, second, own, out):
