@@ -78,8 +78,8 @@ def paged_attention(
         batch_invariant: compute every query as if it were alone, in steps that its position
             decides: its bits then do not depend on what else is computed beside or before it, on
             a CPU (XLA promises nothing elsewhere). "numba" always does.
-        implementation: None picks by platform; "mosaic_gpu", "mosaic_tpu", "numba" (CPUs, float32),
-            "xla" or "reference". A named one never falls back.
+        implementation: None picks by platform; "mosaic_gpu", "mosaic_tpu", "numba" (CPUs, float32
+            and bfloat16), "xla" or "reference". A named one never falls back.
 
     Returns:
         `(out [T, N, H] in q's dtype, lse float32[T, N])`. lse is the natural logarithm of the

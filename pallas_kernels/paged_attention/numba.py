@@ -30,8 +30,8 @@ def paged_attention_numba(
     `prefixes` are the lists of `SharedPrefixes`, whose whole spans a group's tiles attend to; each
     sequence has one query then. No bit depends on them.
     """
-    if q.dtype != jnp.float32 or kv_cache.dtype not in (jnp.float32, jnp.bfloat16):
-        message = f"{q.dtype=} must be float32, and {kv_cache.dtype=} that or bfloat16"
+    if not {q.dtype.name, kv_cache.dtype.name} <= {"float32", "bfloat16"}:
+        message = f"{q.dtype=} and {kv_cache.dtype=} must be float32 or bfloat16"
         raise NotImplementedError(message)
     if sinks is not None or options.soft_cap is not None:
         raise NotImplementedError("sinks and soft_cap are not supported")
@@ -54,5 +54,5 @@ def paged_attention_numba(
     numbers = [options.sliding_window or 0, span_blocks, num_threads()]
     numbers = jnp.array([*numbers, options.causal], jnp.int32)
     lists = (block_tables, context_lens, query_start)
-    out, lse, _ = call(q, kv_cache, *lists, scale, numbers, *prefixes)
-    return out, lse
+    out, lse, _ = call(q.astype(jnp.float32), kv_cache, *lists, scale, numbers, *prefixes)
+    return out.astype(q.dtype), lse

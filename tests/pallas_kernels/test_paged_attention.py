@@ -54,7 +54,7 @@ REFUSED = {
     ("mosaic_tpu", "block-3"): "block_size=3",
     ("mosaic_gpu", "block-3"): "block_size=3",
     ("numba", "block-3"): "multiple of 4",
-    **{("numba", name): "must be float32" for name in ("bf16", "int8", "fp8")},
+    **{("numba", name): "must be float32" for name in ("int8", "fp8")},
     **{("numba", name): "not supported" for name in ("soft-cap", "sinks", "sinks-long")},
     ("numba", "int8-window-cap-sinks"): "must be float32",
 }
@@ -94,9 +94,10 @@ def test_matches_float64(
     assert worst <= case.tolerances[0] and mean <= case.tolerances[1], (worst, mean)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [name for name in CASES if ("numba", name) not in REFUSED])
-def test_with_numba_a_cache_in_bfloat16_matches_float64(name: str) -> None:
-    case = dataclasses.replace(CASES[name], cache_dtype="bfloat16")
+def test_with_numba_a_cache_in_bfloat16_matches_float64(name: str, dtype: str) -> None:
+    case = dataclasses.replace(CASES[name], dtype=dtype, cache_dtype="bfloat16")
     problem = build(case)
     worst, mean = errors(*run(problem, NUMBA), problem)
     assert worst <= case.tolerances[0] and mean <= case.tolerances[1], (worst, mean)
