@@ -143,10 +143,10 @@ def _surroundings() -> list[object]:
     device = jax.devices()[0]
     contexts = (kernel_tuning, interpret_kernels, debug_checks)
     # Where JAX's cache is and what it logs changes no program, but telling which settings do
-    # would be guesswork.
+    # would be guesswork. Those that a thread may change are attributes.
     options = {
-        name: repr(getattr(jax.config, name, None))
-        for name in sorted(jax.config.values)
+        name: repr(getattr(jax.config, name, value))
+        for name, value in sorted(jax.config.values.items())
         if "cache" not in name
     }
     packages = [Path(package.__path__[0]) for package in (pallas_kernels, paged, models)]

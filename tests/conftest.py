@@ -73,6 +73,19 @@ def not_too_many_programs() -> Iterator[None]:
         libc.malloc_trim(0)
 
 
+@pytest.fixture(scope="module")
+def compiled_quickly() -> Iterator[None]:
+    """Compile a module's programs in less time, hardly optimised.
+
+    For programs of whole numbers: they compute the same either way.
+    """
+    name = "jax_disable_most_optimizations"
+    before = jax.config.values[name]
+    jax.config.update(name, True)
+    yield
+    jax.config.update(name, before)
+
+
 class NetworkBlocked(RuntimeError):
     """A test tried to reach another machine."""
 

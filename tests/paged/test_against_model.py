@@ -25,6 +25,8 @@ from octavo.paged import hashing
 
 from .machine import machine
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 ROOT = Path(__file__).resolve().parents[2]
 
 RUNS = settings(

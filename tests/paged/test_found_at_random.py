@@ -10,6 +10,8 @@ from octavo import paged
 from .machine import LARGEST, SMALLEST, Manager, jitted, machine
 from .model import Entry
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 
 @pytest.fixture
 def manager() -> Manager:

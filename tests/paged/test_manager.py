@@ -14,6 +14,8 @@ from jax.experimental import checkify
 from octavo import paged
 from octavo.pallas_kernels import debug_checks
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 
 @pytest.fixture(scope="module")
 def manager() -> paged.BlockManager:

@@ -8,6 +8,8 @@ import pytest
 
 from octavo.paged.order import order_of
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 
 @pytest.mark.parametrize("size", [1, 2, 33, 1024])
 @pytest.mark.parametrize("bound", ["1", "few", "as many as fit", "one more"])

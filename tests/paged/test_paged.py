@@ -16,6 +16,8 @@ from octavo import paged
 
 from .stories import admit, cache_prompt, counts, jitted, publish, story
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 
 def test_the_last_token_is_always_computed() -> None:
     state, tables = story(16)

@@ -9,6 +9,8 @@ from octavo.paged.replay import TraceBuilder, optimum_hits, replay_policies, unl
 
 from .replay_model import conversations, lru_hits
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 SHAPE = MODEL_SHAPES["llama-3.1-8b"]
 # A pool of 32 with one block withheld, a full one, and one that holds everything.
 CAPACITIES = (30, 31, 1023)

@@ -8,6 +8,8 @@ import pytest
 
 from octavo.paged import BlockManager, check_invariants, reset_cache
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 reset = jax.jit(reset_cache)
 
 

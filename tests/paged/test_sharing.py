@@ -17,6 +17,8 @@ from octavo.pallas_kernels import copy_blocks
 
 from .stories import admit, cache_prompt, counts, jitted, publish, story
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 LENGTHS = Path(__file__).parents[1] / "data" / "conversation_lengths.json"
 SEQS, STEPS, SIZE, COLUMNS, BLOCKS = 8, 64, 4, 24, 200
 

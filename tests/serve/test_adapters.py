@@ -60,6 +60,7 @@ def greedy(engine: Engine, tokens: list[int], name: str | None) -> tuple[int, ..
     return engine.generate(tokens, GREEDY, adapter=name)[0].token_ids
 
 
+@pytest.mark.slow
 def test_a_batch_of_several_adapters_answers_as_each_merged_model_alone(
     tiny: LoadedModel, engine: Engine
 ) -> None:

@@ -119,6 +119,7 @@ def test_more_samples_than_seats_wait_for_one(engines, alone, cache: str) -> Non
     assert_empty(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["cached", "plain"])
 def test_a_pool_too_small_for_all_samples_changes_no_token(
     tiny: LoadedModel, alone, cache: str

@@ -32,7 +32,7 @@ def bits(answers: list[Completion]) -> list[tuple]:
     ("hidden_size", "settings"),
     [
         (48, {}),
-        (48, {"kv_cache_dtype": "bfloat16"}),
+        pytest.param(48, {"kv_cache_dtype": "bfloat16"}, marks=pytest.mark.slow),
         pytest.param(576, {}, marks=pytest.mark.slow),
     ],
 )

@@ -107,6 +107,7 @@ def test_without_prefix_caching_nothing_is_kept(tiny: LoadedModel) -> None:
     assert stats.num_free_blocks == stats.num_blocks
 
 
+@pytest.mark.slow
 def test_preemption_changes_no_token_and_always_ends(tiny: LoadedModel) -> None:
     engine = tiny_engine(tiny, num_blocks=SMALL_POOL)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -128,6 +129,7 @@ def test_a_request_as_large_as_the_pool_is_served(tiny: LoadedModel) -> None:
     assert_empty(engine)
 
 
+@pytest.mark.slow
 def test_two_hundred_requests_a_third_cancelled_leak_nothing(tiny: LoadedModel) -> None:
     engine = tiny_engine(tiny, num_blocks=SMALL_POOL)
     rng = random.Random(0)
@@ -172,6 +174,7 @@ def test_a_seed_gives_the_same_text_in_any_batch(tiny: LoadedModel) -> None:
     assert other[0].token_ids != together[1]
 
 
+@pytest.mark.slow
 def test_the_number_of_programs_is_bounded_and_warm_up_makes_them_all(tiny: LoadedModel) -> None:
     engine = tiny_engine(tiny, num_speculative_tokens=2, max_speculative_seqs=2)
     seen: list[tuple[int, int, str]] = []

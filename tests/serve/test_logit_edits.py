@@ -142,6 +142,7 @@ def mixed_params() -> list[SamplingParams]:
     return [SamplingParams(**(base | own)) for own in asked]  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.slow
 def test_edited_texts_are_the_same_in_any_batch_loop_and_pool(
     tiny: LoadedModel, engine: Engine
 ) -> None:

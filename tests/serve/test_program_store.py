@@ -156,6 +156,11 @@ def test_other_arguments_names_settings_or_surroundings_find_nothing(
     assert num_loaded("b") == 0 and num_loaded("a", "b") == 0
     with jax.default_matmul_precision("bfloat16"):
         assert num_loaded("a") == 0
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        assert num_loaded("a") == 0
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
     with monkeypatch.context() as patch:
         patch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
         assert num_loaded("a") == 0

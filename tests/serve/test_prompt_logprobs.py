@@ -53,6 +53,7 @@ def assert_right(
             assert_logprob(row, other, found)
 
 
+@pytest.mark.slow
 def test_prompt_logprobs_are_right_cold_cached_chunked_and_in_company(
     tiny: LoadedModel, reference
 ) -> None:

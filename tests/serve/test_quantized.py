@@ -59,6 +59,7 @@ def bits(answers: list[Completion]) -> list[tuple]:
     ]
 
 
+@pytest.mark.slow
 def test_what_is_found_is_what_would_be_computed(tiny: LoadedModel) -> None:
     engine = tiny_engine(tiny, deterministic=True, decode_slice_ms=1e6, **SIZES)
     miss = []
@@ -73,6 +74,7 @@ def test_what_is_found_is_what_would_be_computed(tiny: LoadedModel) -> None:
     engine.check_invariants()
 
 
+@pytest.mark.slow
 def test_where_activations_are_rounded_every_bit_is_the_same_unasked(whole: LoadedModel) -> None:
     engine = tiny_engine(quantized(whole, "w8a8"), decode_slice_ms=1e6, **SIZES)
     assert engine.config.deterministic

@@ -121,6 +121,7 @@ def test_what_an_engine_has_no_room_for_comes_back(engines: list[Engine], cold) 
     assert (again.num_cached_tokens, again.token_ids) == (96, cold(prompt(0)).token_ids)
 
 
+@pytest.mark.slow
 def test_no_engine_serves_across_salts_or_adapters(engines: list[Engine]) -> None:
     def ask(engine: Engine, salt: str, adapter: str | None) -> Completion:
         request_id = engine.add_request(prompt(0), GREEDY, cache_salt=salt, adapter=adapter)

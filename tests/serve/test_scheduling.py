@@ -80,6 +80,7 @@ def test_a_pool_of_one_and_a_half_requests_does_not_thrash(
     assert_empty(engine)
 
 
+@pytest.mark.slow
 def test_priorities_are_served_in_order_and_push_out_lower_ones(
     tiny: LoadedModel, plain: Engine
 ) -> None:

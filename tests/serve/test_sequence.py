@@ -49,6 +49,7 @@ def active(engine: Engine) -> int:
     return engine.stats().num_active_blocks
 
 
+@pytest.mark.slow
 def test_a_sequence_goes_on_where_it_stopped(engine: Engine, plain: Engine) -> None:
     with engine.sequence(prompt(1, 43)) as root:
         first = root.generate(GREEDY)

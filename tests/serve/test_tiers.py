@@ -44,6 +44,7 @@ def engine(tiered_engine: Engine) -> Engine:
     return tiered_engine
 
 
+@pytest.mark.slow
 def test_what_was_evicted_comes_back_from_host_memory_with_the_same_bits(engine: Engine) -> None:
     first, before = one(engine, prompt(0)), engine.stats()
     bits = kept(engine, prompt(0))
