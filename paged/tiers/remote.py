@@ -160,7 +160,7 @@ class RemoteTier:
 
     def _write(self, key: bytes, tokens: np.ndarray, payload: np.ndarray) -> None:
         """Store a block; on the writer's thread."""
-        if key in self:  # since it was put: twice in a row, or found
+        if key in self:  # put twice in a row, or found while it waited
             return
         late = time.monotonic() > self._write_until
         if late or self._server.is_open or not self._writes.may_try:

@@ -223,7 +223,7 @@ def _run_item(record, index):
     if record[_INT8_X] != 0:
         last = panels * (part + 1) // parts - 1
         for panel in range(panels * part // parts, last + 1):
-            # Threads take parts in turn.
+            # Threads take parts in turn. Behind the last panel nothing is read: it is a hint.
             ahead = panel + 1 if panel < last else panels * (part + record[_THREADS]) // parts
             _run_int8_panel(record, panel, rows, ahead)
         return
