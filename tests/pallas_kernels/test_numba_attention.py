@@ -132,6 +132,19 @@ def test_no_bit_depends_on_how_queries_are_cut_into_calls(
             begin = end
 
 
+@pytest.mark.parametrize("cache_dtype", CACHES)
+def test_queries_in_bfloat16_are_those_numbers_in_float32(cache_dtype: str) -> None:
+    problem = build(replace(MIXED, dtype="bfloat16", cache_dtype=cache_dtype))
+    q, *others = problem.args
+    out, lse = attend(problem)
+    want, want_lse = jax.jit(lambda *args: paged_attention(*args, implementation="numba"))(
+        q.astype(jnp.float32), *others
+    )
+    assert (q.dtype, out.dtype, want.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+    np.testing.assert_array_equal(out, want.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(lse, want_lse)
+
+
 def test_long_tables_have_longer_spans() -> None:
     problem = build(LONG)
     q, cache, tables, lens, start = problem.args
