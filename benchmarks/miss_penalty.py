@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -253,7 +253,8 @@ def learned(costs: CostModel, rows: list[dict[str, Any]], modes: list[str]) -> C
     if len(rows) < 2:
         return costs
     hits = [(r["length"], r["length"] + NEW, r["seconds"]["hit"]) for r in rows]
-    if hits[-1][2] > hits[0][2]:
+    # Between short hits the noise outweighs what the longer prefix adds: they tell no bandwidth.
+    with suppress(ValueError):
         costs = fit_hits(costs, hits)
     misses = [(0, r["length"] + NEW, r["seconds"]["miss"]) for r in rows]
     least = min(seconds / -(-stop // costs.chunk_size) for _, stop, seconds in misses)

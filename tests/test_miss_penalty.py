@@ -10,6 +10,8 @@ import miss_penalty
 import miss_penalty_report
 import pytest
 
+from octavo.paged.cost_model import HARDWARE, MODEL_SHAPES, CostModel
+
 from .valkey_server import PROGRAM, ValkeyServer
 
 SIZES = "--shortest 32 --longest 128 --repeats 1 --chunk 32"
@@ -57,3 +59,16 @@ def test_every_state_is_measured_equal_and_predicted(
     faults = ("32: answers differ", "host takes 2.0", "hit takes 1.0", "128 miss: predicted")
     for words in (*faults, "of its floor"):
         assert words in told
+
+
+def test_hits_that_noise_puts_out_of_order_teach_no_bandwidth() -> None:
+    costs = CostModel(MODEL_SHAPES["llama-3.1-8b"], HARDWARE["h200"], chunk_size=32)
+    # The last took longer than the first, yet the line through the three falls.
+    hits = {32: 5.43e-3, 64: 6.69e-3, 96: 5.45e-3, 128: 5.44e-3}
+    rows = [{"length": n, "seconds": {"hit": t, "miss": 2 * t}} for n, t in hits.items()]
+    fitted = miss_penalty.learned(costs, rows, ["hit"])
+    context = costs.hardware.efficiency.context
+    assert fitted.hardware.efficiency.context == context
+    assert fitted.hardware.efficiency.matmul != costs.hardware.efficiency.matmul
+    rows[-1]["seconds"]["hit"] = 9e-3
+    assert miss_penalty.learned(costs, rows, ["hit"]).hardware.efficiency.context != context
