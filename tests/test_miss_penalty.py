@@ -63,7 +63,7 @@ def test_every_state_is_measured_equal_and_predicted(
 
 def test_hits_that_noise_puts_out_of_order_teach_no_bandwidth() -> None:
     costs = CostModel(MODEL_SHAPES["llama-3.1-8b"], HARDWARE["h200"], chunk_size=32)
-    # The last took longer than the first, yet the line through the three falls.
+    # The last took longer than the first, yet the line through all of them falls.
     hits = {32: 5.43e-3, 64: 6.69e-3, 96: 5.45e-3, 128: 5.44e-3}
     rows = [{"length": n, "seconds": {"hit": t, "miss": 2 * t}} for n, t in hits.items()]
     fitted = miss_penalty.learned(costs, rows, ["hit"])
