@@ -43,7 +43,8 @@ class LoadedModel:
         chat_template: None if the files have none.
         eos_token_ids: tokens that end an answer, without duplicates; possibly none.
         fingerprint: SHA-256, in hex, of what keys and values depend on: the config, the dtype, the
-            quantisation and every byte of the weight files.
+            quantisation and every byte of the weight files. Whoever changes weights by hand must
+            change it as well: caches below the device outlive the process, and go by it.
         quantization: None, "int8" or "w8a8".
     """
 

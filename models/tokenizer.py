@@ -6,6 +6,7 @@ GGUF file. `Detokenizer` turns a stream of ids into a stream of text.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ _REPLACEMENT = "\ufffd"
 # A character takes at most four bytes, and a token at least one. So many tokens without a whole
 # character at their end are invalid UTF-8, of which only the last bit can still change.
 _MAX_HELD = 8
+# Ids at the end of a prompt that a stream of what follows looks at, special ones among them.
+NUM_CONTEXT_IDS = 2 * _MAX_HELD
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -192,12 +195,19 @@ class Tokenizer:
             ValueError: the text cannot be UTF-8 (a lone surrogate).
         """
         text.encode("utf-8")
-        ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch of one, because `encode` keeps the interpreter locked until it is done.
+        [encoding] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        ids = encoding.ids
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def decode_after(self, before: Sequence[int], ids: Sequence[int]) -> str:
+        """What token ids add to the text of those before them."""
+        stream = self.detokenizer(before)
+        return stream.add(ids) + stream.flush()
 
     def token(self, token_id: int) -> str | None:
         """The entry of the vocabulary with this id, as the vocabulary writes it."""
@@ -207,9 +217,11 @@ class Tokenizer:
         """The tokenizer in the format of `tokenizer.json`, which other libraries read."""
         return self._backend.to_str()
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """A new stream from ids to text."""
-        return Detokenizer(self, skip_special_tokens=skip_special_tokens)
+    def detokenizer(
+        self, after: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> Detokenizer:
+        """A new stream from ids to text, which goes on after the text of other ids."""
+        return Detokenizer(self, after, skip_special_tokens=skip_special_tokens)
 
 
 def _build_bpe(
@@ -248,18 +260,37 @@ class Detokenizer:
     """Turns ids into text as they come, never giving out half of a character.
 
     The pieces that `add` returns and the one that `flush` returns, put together, are what
-    `Tokenizer.decode` makes of all the ids. (`tokenizers.decoders.DecodeStream` has no flush, and
-    decodes everything since the last whole character again for every id.)
+    `Tokenizer.decode` makes of all the ids; or, after other ids, what these add to their text: the
+    space before a word, which SentencePiece drops at the start of a text and nowhere else, and the
+    whole of a character that they end in the middle of. (`tokenizers.decoders.DecodeStream` has no
+    flush, and decodes everything since the last whole character again for every id.)
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        after: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+    ) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
-        # A few ids whose text is out (decoders may look back: SentencePiece drops the first space
-        # of a text, and of a text only), then those whose text is not out yet, or not all of it.
-        self._ids: list[int] = []
-        self._num_context = 0
-        self._num_given = 0  # characters of the decoded `_ids` that are out
+        # A few ids whose text is out (decoders may look back), then those whose text is not out
+        # yet, or not all of it.
+        nearest = (int(i) for i in after[-NUM_CONTEXT_IDS:])
+        self._ids = [i for i in nearest if i not in self._skipped][-_MAX_HELD:]
+        while self._ids and _begins_inside(tokenizer.token_bytes(self._ids[0])):
+            del self._ids[0]
+        self._num_context = len(self._ids)
+        self._num_given = len(self._decode())  # characters of the decoded `_ids` that are out
+        self._has_added = False
+        if num_open := self._num_open_ids():
+            # Bytes beside half a character may not be shown either, before it is whole.
+            shown = len(self._decode().rstrip(_REPLACEMENT))
+            self._ids, rest = self._ids[:-num_open], self._ids[-num_open:]
+            self._num_context = len(self._ids)
+            self._num_given = max(shown, len(self._decode()))
+            self._ids += rest
 
     def add(self, ids: Sequence[int]) -> str:
         """Take more ids; return the text that they made certain, possibly none."""
@@ -267,15 +298,26 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Return what was held back, an incomplete character at the end; then start anew."""
-        piece = self._decode()[self._num_given :]
+        piece = self._decode()[self._num_given :] if self._has_added else ""
         self._ids, self._num_context, self._num_given = [], 0, 0
         return piece
+
+    def _num_open_ids(self) -> int:
+        """How many ids at the end hold a character that is not whole yet."""
+        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        first = 0
+        for i, token_id in enumerate(self._ids):
+            if not utf8.getstate()[0]:
+                first = i
+            utf8.decode(self._tokenizer.token_bytes(token_id))
+        return len(self._ids) - first if utf8.getstate()[0] else 0
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._ids, skip_special_tokens=False)
 
     def _add_one(self, token_id: int) -> str:
         self._ids.append(token_id)
+        self._has_added = True
         text = self._decode()
         held = len(text) - len(text.rstrip(_REPLACEMENT))
         invalid = held > 0 and len(self._ids) - self._num_context > _MAX_HELD
@@ -294,3 +336,8 @@ class Detokenizer:
         else:
             self._num_given = max(self._num_given, end)
         return piece
+
+
+def _begins_inside(utf8: bytes) -> bool:
+    """Whether the first byte continues a character."""
+    return utf8[:1] != b"" and utf8[0] & 0xC0 == 0x80

@@ -90,8 +90,8 @@ class _Server:
 
     async def health(self) -> dict[str, str]:
         """200 while the engine takes requests, else 503 with the reason."""
-        if self._engine.failure is not None:
-            raise self._engine.failure
+        if (failure := self._engine.failure) is not None:
+            raise failure
         if self._engine.draining:
             raise EngineDraining
         return {"status": "ok"}
@@ -150,6 +150,7 @@ class _Server:
             tokenizer=self._engine.loaded.tokenizer,
             num_logprobs=body.num_logprobs,
             echoes=echoes,
+            only_echoes=body.only_echoes,
             with_prompt_logprobs=body.prompt_logprobs is not None,
             num_choices=body.num_choices,
             num_branches=body.num_branches,

@@ -90,7 +90,7 @@ class AsyncEngine:
         # garbage collector posts its cancellation from wherever the collector happened to run.
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._closing = self._draining = False
-        self._failure: EngineFailed | None = None
+        self._end: str | None = None  # why the thread has ended
         self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
         self._thread.start()
 
@@ -106,8 +106,11 @@ class AsyncEngine:
 
     @property
     def failure(self) -> EngineFailed | None:
-        """Why the engine no longer takes requests, or None while it does."""
-        return self._failure
+        """Why the engine no longer takes requests, or None while it does; a new one each time.
+
+        An exception that is raised again grows: it collects the frames of all who raised it.
+        """
+        return None if self._end is None else EngineFailed(self._end)
 
     async def submit(
         self,
@@ -259,12 +262,12 @@ class AsyncEngine:
                 await asyncio.to_thread(self._grammars.start, self.loaded, form)
 
     def _post(self, run_fn: Callable[[], T]) -> Future[T]:
-        if self._failure is not None:
-            raise self._failure
+        if (failure := self.failure) is not None:
+            raise failure
         command = _Command(run_fn=run_fn)
         self._commands.put(command)
-        if self._failure is not None:  # it stopped meanwhile and may have emptied the queue before
-            self._refuse_commands(self._failure)
+        if self._end is not None:  # it stopped meanwhile and may have emptied the queue before
+            self._refuse_commands()
         return command.future
 
     def _cancel_soon(self, request_ids: Iterable[str]) -> None:
@@ -272,17 +275,17 @@ class AsyncEngine:
         with contextlib.suppress(EngineFailed):  # nothing runs any more: nothing to cancel
             self._post(lambda: self._cancel_now(ids))
 
-    def _refuse_commands(self, failure: EngineFailed) -> None:
+    def _refuse_commands(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
                 future = self._commands.get_nowait().future
                 if future.set_running_or_notify_cancel():
-                    future.set_exception(failure)
+                    future.set_exception(self.failure)
 
     # On the engine thread ------------------------------------------------------------------
 
     def _run(self) -> None:
-        failure = EngineFailed("the engine has been shut down")
+        end = "the engine has been shut down"
         try:
             while not self._closing:
                 self._run_commands()
@@ -293,8 +296,8 @@ class AsyncEngine:
         except BaseException as error:  # a thread that died silently would hang every client
             logger.exception("the engine failed; no more requests are taken")
             reason = f"{type(error).__name__}: {error}"
-            failure = EngineFailed(f"the engine failed and must be restarted: {reason[:500]}")
-        self._stop(failure)
+            end = f"the engine failed and must be restarted: {reason[:500]}"
+        self._stop(end)
 
     def _run_commands(self) -> None:
         """Carry out what is queued; without any work, sleep until something is."""
@@ -376,14 +379,14 @@ class AsyncEngine:
         if output.finish_reason is not None:
             self.metrics.request_finished(output.finish_reason, since_submit)
 
-    def _stop(self, failure: EngineFailed) -> None:
-        self._failure = failure
-        self._refuse_commands(failure)
+    def _stop(self, end: str) -> None:
+        self._end = end
+        self._refuse_commands()
         mailboxes, self._mailboxes = self._mailboxes, {}
         # Streams of several requests share a queue: one failure each is enough to end them.
         queues = {id(m.queue): (m.loop, m.queue) for m in mailboxes.values()}
         for loop, outputs in queues.values():
-            self._send(loop, [(outputs, failure)])
+            self._send(loop, [(outputs, EngineFailed(end))])
 
 
 def _put_all(batch: list[tuple[asyncio.Queue, Any]]) -> None:

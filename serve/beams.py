@@ -6,8 +6,10 @@ and taken by those that split, which share all blocks with the beam that they co
 write to a shared block copies it.
 
 Searches and requests make room for one another by age: whoever came later gives way, and what came
-after a search that waits does not start before it. A search that gives way leaves its blocks in the
-cache. It goes on from them, or if some are gone it starts again; it finds the same.
+after a search that waits does not start before it. A search that starts sets back the requests that
+came before it and wait, and does not start before one that is overdue (see `scheduler`). One that
+gives way leaves its blocks in the cache. It goes on from them, or if some are gone it starts again;
+it finds the same.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from .request import Request
 from .restores import Restores
 from .runner import ModelRunner
 from .sampling_params import InvalidRequest, SamplingParams
+from .scheduler import Scheduler
 
 
 @dataclass(kw_only=True, eq=False)
@@ -70,7 +73,8 @@ class BeamSearches:
         config: the engine's.
         restores: gets what lower tiers hold of a prompt.
         count: the engine's counters.
-        text_fn: tokens as text.
+        scheduler: the requests that searches run beside.
+        text_fn: what tokens add to the text of a prompt.
         preempt_fn: makes a running request give way that came after the given number, if any.
     """
 
@@ -81,7 +85,8 @@ class BeamSearches:
         config: EngineConfig,
         restores: Restores,
         count: dict[str, int],
-        text_fn: Callable[[Sequence[int]], str],
+        scheduler: Scheduler,
+        text_fn: Callable[[Sequence[int], Sequence[int]], str],
         preempt_fn: Callable[[int], bool],
     ):
         self._runner = runner
@@ -89,10 +94,12 @@ class BeamSearches:
         self._config = config
         self._restores = restores
         self._count = count
+        self._scheduler = scheduler
         self._text_fn = text_fn
         self._preempt_fn = preempt_fn
         self._searches: list[BeamSearch] = []
-        # Requests that ran when there was no room: until one of them ends there will be none.
+        # Requests that ran when there was no room: until one of them, or a search, ends there will
+        # be none.
         self._crowd: int | None = None
 
     def __len__(self) -> int:
@@ -198,6 +205,8 @@ class BeamSearches:
     def _enter(self, search: BeamSearch, num_running: int) -> bool:
         if self._crowd is not None and num_running >= self._crowd > 0:
             return False
+        if not self._scheduler.may_pass(search.prompt.number):
+            return False
         self._crowd = None
         # Beams whose blocks are not all cached would be computed one by one, and share nothing.
         if len(search.beams) > 1 and not self._take_rows(search):
@@ -205,6 +214,7 @@ class BeamSearches:
         if not search.rows and not self._take_rows(search):
             self._crowd = num_running
             return False
+        self._scheduler.set_back(search.prompt.number)
         return True
 
     def _take_rows(self, search: BeamSearch) -> bool:
@@ -253,6 +263,7 @@ class BeamSearches:
     def _end(self, search: BeamSearch, *, publish: bool = True) -> None:
         if search.rows:
             self._leave(search, publish=publish)
+            self._crowd = None
         self._searches.remove(search)
 
     # ---- a step --------------------------------------------------------------------------------
@@ -358,7 +369,8 @@ class BeamSearches:
 
     def _output(self, prompt: Request, request_id: str, beam: Beam) -> RequestOutput:
         stopped = beam.tokens[-1] in prompt.stop_ids
-        text = self._text_fn(beam.tokens[:-1] if stopped else beam.tokens)
+        own = beam.tokens[:-1] if stopped else beam.tokens
+        text = self._text_fn(prompt.tokens[: prompt.num_prompt_tokens].tolist(), own)
         return RequestOutput(
             request_id=request_id,
             text=text,

@@ -68,6 +68,7 @@ class BlockRunner:
         self._hold = Program("hold", block_programs.hold, donate=(0, 1))
         self._append = Program("append", block_programs.append, settings=most, donate=(0, 1))
         self._publish = Program("publish", paged.publish, donate=(0, 1))
+        self._published: list[jax.Array] = []
         self._release = Program("release", paged.release, donate=(0, 1))
         self._copy = Program("copy", block_programs.copy, donate=(0,))
         self._copy_tails = Program("copy tails", block_programs.copy, donate=(0,))
@@ -202,13 +203,21 @@ class BlockRunner:
     def _try_to_reserve(self, requests: Sequence[Request], more: int) -> bool:
         if not self._own_tails(requests):
             return False
-        lens = np.zeros(self._num_rows, np.int32)
-        for request in requests:
-            # The last token that a request may generate is never written.
-            most = request.num_prompt_tokens + request.max_tokens - 1
-            lens[seat_of(request)] = min(request.num_computed + more, most)
-        self._state, self._tables, ok = self._append(1, self._state, self._tables, lens)
-        return bool(ok)
+        return bool(self.grow(requests, [request.num_computed + more for request in requests]))
+
+    def grow(self, requests: Sequence[Request], lens: Sequence[int]) -> jax.Array:
+        """Make room for so many tokens in each request's table, or in none's, without waiting.
+
+        Their last blocks must be their own.
+
+        Returns:
+            `bool[]` on device, whether there was room.
+        """
+        of_rows = np.zeros(self._num_rows, np.int32)
+        for request, length in zip(requests, lens, strict=True):
+            of_rows[seat_of(request)] = min(length, request.max_computed)
+        self._state, self._tables, ok = self._append(1, self._state, self._tables, of_rows)
+        return ok
 
     def _own_tails(self, requests: Sequence[Request]) -> bool:
         """Copy the blocks that these requests write next, where others hold them too."""
@@ -241,15 +250,16 @@ class BlockRunner:
         spans = runs + [end for end in ends if end[1] < end[2]]
         # Those of one request side by side.
         spans.sort(key=lambda span: seat_of(span[0]))
-        oks = []
+        # Flags of the last call: those of this one come behind what the device is at.
+        if not all(map(bool, self._published)):
+            raise paged.InvariantViolation("blocks that had just been filled were refused")
+        self._published.clear()
         for filled, count in self._filled_blocks(spans):
             num_rows = len(filled.seat)
             self._state, self._tables, ok = self._publish(
                 num_rows, self._state, self._tables, filled, np.int32(count)
             )
-            oks.append(ok)
-        if not all(map(bool, oks)):
-            raise paged.InvariantViolation("blocks that have just been filled were refused")
+            self._published.append(ok)
         if self.tiers is not None and runs:
             full = [(r, first // size, end // size) for r, first, end in runs]
             self.tiers.save(self._kv_cache, self._tables.block_ids, full)
@@ -301,12 +311,14 @@ class BlockRunner:
     def fork_hold(self, hold: Hold, other: Hold) -> None:
         """Let `other` hold the same as `hold`."""
         if hold.row is not None:
-            self._hold_row(hold.row, other, hold.num_tokens)
+            self._hold_row(hold.row, other, hold.num_tokens, source_hold=hold)
 
-    def _hold_row(self, source: int, hold: Hold, num_tokens: int) -> None:
+    def _hold_row(
+        self, source: int, hold: Hold, num_tokens: int, source_hold: Hold | None = None
+    ) -> None:
         if not self._config.enable_prefix_caching:
             return  # nobody would find what is held
-        row = self.spare_rows.row_for(hold)
+        row = self.spare_rows.row_for(hold, source_hold)
         if row is None or num_tokens == 0:
             self.spare_rows.let_go(hold)
             return

@@ -9,6 +9,7 @@ there was no seat come later, and find the prompt in the cache.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -53,9 +54,9 @@ def best(
 
 
 def mean_logprob(token_ids: Sequence[int], logprobs: Sequence[Logprobs]) -> float:
-    """Mean log probability of the tokens of a text."""
+    """Mean log probability of the tokens of a text; -inf of one that has none."""
     own = [entry[token].logprob for token, entry in zip(token_ids, logprobs, strict=True)]
-    return sum(own) / max(len(own), 1)
+    return sum(own) / len(own) if own else -math.inf
 
 
 def waits_for_prompt(request: Request) -> bool:

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+import numbers
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..paged import POLICIES
 from .scheduler import POLICIES as SCHEDULING_POLICIES
+
+# Types that are taken, what makes plain ones of them, and what to expect.
+_KINDS: dict[str, tuple[type | tuple[type, ...], Callable[[Any], Any], str]] = {
+    "bool": (bool, bool, "True or False"),
+    "int": (numbers.Integral, int, "an integer"),
+    "float": (numbers.Real, float, "a finite number"),
+    "str": ((str, os.PathLike), os.fspath, "a string"),
+}
 
 
 def _knob(default: Any, text: str, *, repr: bool = True) -> Any:
@@ -58,6 +70,11 @@ class EngineConfig:
     decode_slice_ms: float = _knob(
         100.0, "time that one dispatch of decode steps aims at; a new request waits about as long"
     )
+    async_scheduling: bool | None = _knob(
+        None,
+        "dispatch the next decode steps before the tokens of the last ones are read; "
+        "if not given, where the device is not the host's CPU",
+    )
     host_cache_gib: float = _knob(
         0.0, "host memory for blocks that the KV cache has no room for, in GiB; 0 for none"
     )
@@ -78,6 +95,9 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
+        for own in fields(self):
+            value = _of_kind(own.name, str(own.type), getattr(self, own.name))
+            object.__setattr__(self, own.name, value)
         at_least_one = ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_decode_steps")
         for name in (
             *at_least_one,
@@ -93,7 +113,7 @@ class EngineConfig:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
         for name in ("host_cache_gib", "disk_cache_gib"):
-            if not 0 <= getattr(self, name) < float("inf"):
+            if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
         if self.has_lower_tiers and not self.enable_prefix_caching:
             raise ValueError(
@@ -139,3 +159,15 @@ class EngineConfig:
     def has_lower_tiers(self) -> bool:
         """Whether blocks are kept anywhere below the device."""
         return self.host_cache_gib > 0 or self.has_disk_cache or bool(self.remote_cache_url)
+
+
+def _of_kind(name: str, annotation: str, value: Any) -> object:
+    """The value as plain Python has it, whichever library's number or path it is."""
+    kind, *others = annotation.split(" | ")
+    if value is None and others:
+        return None
+    types, plain_fn, expected = _KINDS[kind]
+    fits = isinstance(value, types) and (kind == "bool" or not isinstance(value, bool))
+    if not fits or (isinstance(value, numbers.Real) and not math.isfinite(value)):
+        raise ValueError(f"{name}={value!r:.80} must be {expected}")
+    return plain_fn(value)

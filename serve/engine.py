@@ -22,7 +22,7 @@ from .beams import BeamSearches
 from .branching import Join, Work, joined_work, joins
 from .config import EngineConfig
 from .deadlines import Deadlines
-from .decode_pace import DecodePace
+from .decode_loops import DecodeLoops, schedules_ahead
 from .determinism import with_determinism
 from .explain_compile import ProgramReport, explain_programs
 from .grammars import Grammars
@@ -81,7 +81,12 @@ class Engine(RequestControl, Lifecycle, AdapterControl):
         self._deadlines = Deadlines()
         self._requests: dict[str, Request] = {}
         self._inboxes: dict[str, deque[RequestOutput]] = {}
-        self._pace = DecodePace(config.decode_slice_ms, config.max_decode_steps)
+        self._loops = DecodeLoops(
+            runner,
+            slice_ms=config.decode_slice_ms,
+            max_steps=config.max_decode_steps,
+            ahead=schedules_ahead(config),
+        )
         self._count = dict.fromkeys(COUNTERS, 0)
         choice = choice_for(loaded.model, config, runner.layout)
         if runner.tiers is not None:
@@ -103,7 +108,8 @@ class Engine(RequestControl, Lifecycle, AdapterControl):
             config,
             restores=self._restores,
             count=self._count,
-            text_fn=lambda tokens: own.loaded.tokenizer.decode(tokens),
+            scheduler=self._scheduler,
+            text_fn=lambda prompt, more: own.loaded.tokenizer.decode_after(prompt, more),
             preempt_fn=lambda number: own._preempt_younger(number),
         )
 
@@ -141,22 +147,29 @@ class Engine(RequestControl, Lifecycle, AdapterControl):
     # ---- steps -----------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Run one dispatch on device; returns what each request gained by it."""
-        done = self._end_late() + self._beams.step(len(self._scheduler.running))
-        self._admit_waiting()
-        self._restore()
-        computing = self._scheduler.computing
-        if not computing:
-            waiting_only = not self._scheduler.running
-            if waiting_only and self.num_unfinished and not done and not self._beams.num_running:
-                raise OutOfBlocks("no request runs and yet the next one finds no blocks")
-            return done
-        prefill = any(request.needs_prefill for request in computing)
-        advanced = self._packed_step() if prefill else self._decode()
+        """Wait for one dispatch on device; returns what each request gained by it."""
+        done = self._end_late()
+        if self._loops.in_flight:
+            advanced = self._land()
+        else:
+            done += self._beams.step(len(self._scheduler.running))
+            self._admit_waiting()
+            self._restore()
+            computing = self._scheduler.computing
+            if not computing:
+                self._check_progress(done)
+                return done
+            prefill = any(request.needs_prefill for request in computing)
+            advanced = self._packed_step() if prefill else self._decode()
         for request in advanced:
             if request.finish_reason is not None:
                 self._retire(request)
         return done + [request.take_output() for request in advanced]
+
+    def _check_progress(self, done: Sequence[RequestOutput]) -> None:
+        if self._scheduler.running or self._beams.num_running or done or not self.num_unfinished:
+            return
+        raise OutOfBlocks("no request runs and yet the next one finds no blocks")
 
     def _end_late(self) -> list[RequestOutput]:
         """End the requests whose time is over."""
@@ -257,7 +270,7 @@ class Engine(RequestControl, Lifecycle, AdapterControl):
         return joining
 
     def _decode(self) -> list[Request]:
-        num_steps = self._pace.num_steps(len(self._scheduler.computing))
+        num_steps = self._loops.num_steps(len(self._scheduler.computing))
         if any(request.grammar is not None for request in self._scheduler.computing):
             num_steps = 1  # the host follows the grammars
         # A shorter loop that fits is better than a preemption.
@@ -267,17 +280,21 @@ class Engine(RequestControl, Lifecycle, AdapterControl):
         running = self._scheduler.computing
         if not running:  # all have made room for a beam search
             return []
-        num_programs, begin = self.num_programs, time.perf_counter()
-        drawn = self._runner.decode(running, num_steps)
-        seconds = time.perf_counter() - begin
-        executed = int((drawn.tokens >= 0).any(axis=1).sum())
-        if self.num_programs == num_programs:  # else it is mostly the time of a compilation
-            self._pace.note(len(running), seconds / max(executed, 1))
-        for row, request in enumerate(running):
-            # The newest token's keys and values are written by the step that follows it.
-            request.num_computed += self._take_tokens(request, drawn, row)
-        self._publish(running, [r for r in running if r.finish_reason is not None])
-        return running
+        self._loops.start(running, num_steps)
+        return self._land()
+
+    def _land(self) -> list[Request]:
+        """Take the tokens of the first decode loop in flight."""
+        others = self._scheduler.someone_may_start or len(self._beams)
+        with self._loops.landing(() if others else self._scheduler.running) as (requests, drawn):
+            advanced = []
+            for row, request in enumerate(requests):
+                # The newest token's keys and values are written by the step that follows it.
+                if taken := self._take_tokens(request, drawn, row):
+                    request.num_computed += taken
+                    advanced.append(request)
+            self._publish(advanced, [r for r in advanced if r.finish_reason is not None])
+        return advanced
 
     def _take_tokens(self, request: Request, drawn: Drawn, row: int) -> int:
         """Append what was drawn in a row up to the request's end; returns how many were taken."""

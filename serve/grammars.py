@@ -50,13 +50,31 @@ class Grammar:
             bits[:] = -1  # whatever comes is refused by `accept`, which says why
 
 
+class _Compiled:
+    """A grammar that is compiled by whoever asks for it first, while the others wait."""
+
+    def __init__(self, tokenizer: llguidance.LLTokenizer, wanted: StructuredOutputs):
+        self._lock = threading.Lock()
+        self._tokenizer, self._wanted = tokenizer, wanted
+        self._matcher: llguidance.LLMatcher | None = None
+
+    def start(self) -> Grammar:
+        with self._lock:
+            if self._matcher is None:
+                self._matcher = _compile(self._tokenizer, self._wanted)
+            return Grammar(self._matcher.deep_copy())
+
+
 class Grammars:
-    """Compiles grammars, and keeps those of late. May be called from several threads."""
+    """Compiles grammars, and keeps those of late. May be called from several threads.
+
+    A grammar that takes long keeps nobody waiting who wants another one.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._tokenizer: tuple[Tokenizer, llguidance.LLTokenizer] | None = None
-        self._kept: OrderedDict[tuple[str, str], llguidance.LLMatcher] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], _Compiled] = OrderedDict()
 
     def start(self, loaded: LoadedModel, wanted: StructuredOutputs) -> Grammar:
         """The beginning of a text of the wanted form.
@@ -69,11 +87,11 @@ class Grammars:
                 self._tokenizer = loaded.tokenizer, _tokenizer_of(loaded)
                 self._kept.clear()
             key = wanted.kind, wanted.source
-            matcher = self._kept.pop(key, None) or _compile(self._tokenizer[1], wanted)
-            self._kept[key] = matcher
+            compiled = self._kept.pop(key, None) or _Compiled(self._tokenizer[1], wanted)
+            self._kept[key] = compiled
             if len(self._kept) > _MAX_KEPT:
                 self._kept.popitem(last=False)
-            return Grammar(matcher.deep_copy())
+        return compiled.start()
 
 
 def _tokenizer_of(loaded: LoadedModel) -> llguidance.LLTokenizer:

@@ -58,10 +58,19 @@ class SpareRows:
             self._release_fn(row)
         self._free += rows
 
-    def row_for(self, hold: Hold) -> int | None:
-        """An empty row for `hold`, which lets go of what it held; None if all rows are in use."""
+    def row_for(self, hold: Hold, source: Hold | None = None) -> int | None:
+        """An empty row for `hold`, which lets go of what it held; None if all rows are in use.
+
+        `source` does not end for it, and counts as used.
+        """
         self.let_go(hold)
-        rows = self.take(1)
+        row = None if source is None else source.row
+        kept = None if row is None else self._holds.pop(row)
+        try:
+            rows = self.take(1)
+        finally:
+            if row is not None and kept is not None:
+                self._holds[row] = kept
         if rows is None:
             return None
         [hold.row] = rows

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from ..models import LoadedModel
+from ..models.tokenizer import NUM_CONTEXT_IDS
 from ..paged import NamespaceKey, Namespaces
 from .adapters import Adapters
 from .grammars import Grammars
@@ -17,6 +19,8 @@ from .sampling_params import MAX_LOGIT_BIAS, MAX_LOGIT_EDITS, InvalidRequest, Sa
 from .stops import TextStream
 
 Prompt = str | Sequence[int]
+
+_LONGEST_SALT = 64
 
 
 class Intake:
@@ -47,7 +51,7 @@ class Intake:
         Raises:
             InvalidRequest: it can never be served.
         """
-        tokens, namespace = self.prompt(prompt, cache_salt, adapter)
+        tokens, key = self._prompt_tokens(prompt), self.namespace_key(cache_salt, adapter)
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", params.logit_bias or ())
         max_tokens = self._max_tokens(len(tokens), params)
@@ -69,12 +73,14 @@ class Intake:
             max_tokens=max_tokens,
             stop_ids=stop_ids,
             seed=secrets.randbits(32) if params.seed is None else params.seed % (1 << 32),
-            namespace=namespace,
-            namespace_key=self.namespace_key(cache_salt, adapter),
+            namespace=self.namespaces.id_of(key),
+            namespace_key=key,
             grammar=grammar,
             adapter=self._adapters.named(adapter),
             number=self._num_requests,
-            text=TextStream(self.loaded.tokenizer.detokenizer(), params.stop),
+            text=TextStream(
+                self.loaded.tokenizer.detokenizer(tokens[-NUM_CONTEXT_IDS:].tolist()), params.stop
+            ),
         )
 
     def prompt(
@@ -85,8 +91,8 @@ class Intake:
         Raises:
             InvalidRequest: it can never be served.
         """
-        tokens = self._prompt_tokens(prompt)
-        return tokens, self.namespaces.id_of(self.namespace_key(cache_salt, adapter))
+        tokens, key = self._prompt_tokens(prompt), self.namespace_key(cache_salt, adapter)
+        return tokens, self.namespaces.id_of(key)
 
     def namespace_key(self, cache_salt: str, adapter: str | None) -> NamespaceKey:
         """What the blocks of a prompt depend on beside its tokens.
@@ -95,6 +101,10 @@ class Intake:
             InvalidRequest: the adapter is not loaded.
         """
         own = self._adapters.named(adapter)
+        if len(cache_salt) > _LONGEST_SALT:
+            # Namespaces are kept for good, so a long salt is kept as what stands for it.
+            digest = hashlib.sha256(cache_salt.encode(errors="surrogatepass"))
+            cache_salt = f"sha256:{digest.hexdigest()}"
         return NamespaceKey(
             model=self.loaded.fingerprint,
             cache_dtype=self._layout.dtype.name,

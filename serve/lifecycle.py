@@ -63,15 +63,20 @@ class Lifecycle(CacheControl):
         else:
             loaded = model
         loaded = replace(loaded, model=loaded.model.packed())
-        self._runner.load_weights(loaded.model)
+        self._runner.check_weights(loaded.model)
+        # Wherever an interrupt comes, nothing old is found that new weights could meet.
         self._weights_id = object()
         self.reset_cache()
-        if self._runner.tiers is not None:
+        tiers = self._runner.tiers
+        if tiers is not None:
+            tiers.distrust(True)
+        self._runner.load_weights(loaded.model)
+        self.loaded = self._intake.loaded = loaded
+        if tiers is not None:
             # Weights made by hand may bear the fingerprint of those that they were made from.
             by_hand = not isinstance(model, str) and loaded.fingerprint in self._fingerprints
-            self._runner.tiers.distrust(by_hand)
+            tiers.distrust(by_hand)
         self._fingerprints.add(loaded.fingerprint)
-        self.loaded = self._intake.loaded = loaded
 
     def _cancelled(self, request: Request) -> RequestOutput:
         raise NotImplementedError

@@ -65,7 +65,7 @@ class DecodeRows:
         seat: row of the block tables.
         token: newest token, not yet in the cache.
         context_len: tokens in the cache.
-        limit: most tokens to generate; 0 for padding.
+        limit: most tokens to generate, in later loops too; 0 for padding and rows that have ended.
         adapter: slot of the sequence's adapter, 0 for none.
     """
 
@@ -195,11 +195,14 @@ class StepFns:
         rows: DecodeRows,
         masks: TokenMasks,
         num_steps: jax.Array,
-    ) -> tuple[Drawn, KVCache, jax.Array]:
+        ready: jax.Array,
+    ) -> tuple[Drawn, DecodeRows, KVCache, jax.Array]:
         """Generate up to `num_steps: int32[]` tokens per row; returns them `[steps, R]`.
 
-        A row stops after one of its stop tokens or at its limit. Masks are those of one step.
+        And the rows of a loop that goes on from there. A row stops after one of its stop tokens or
+        at its limit. Masks are those of one step. Nothing happens unless `ready: bool[]`.
         """
+        num_steps = jnp.where(ready, num_steps, 0)
         model = self._run_fn(weights, jnp.asarray(rows.adapter))
         seat, num_rows = jnp.asarray(rows.seat), rows.seat.shape[0]
         row = jnp.arange(num_rows, dtype=jnp.int32)
@@ -241,10 +244,12 @@ class StepFns:
             logprobs=no_logprobs(self.max_steps, num_rows),
         )
         state = jnp.int32(0), rows.token, rows.context_len, rows.limit > 0
-        *_, kv_cache, history, out = jax.lax.while_loop(
+        steps, token, length, still, kv_cache, history, out = jax.lax.while_loop(
             going, one, (*state, kv_cache, history, out)
         )
-        return out, kv_cache, history
+        limit = jnp.where(still, rows.limit - steps, 0)
+        after = replace(rows, token=token, context_len=length, limit=limit)
+        return out, after, kv_cache, history
 
     def speculate(
         self,
@@ -322,11 +327,11 @@ class ModelSteps:
         self.decode = program("decode loop", StepFns.decode)
         self.speculate = program("speculative decode loop", StepFns.speculate)
 
-    def load_weights(self, model: Llama) -> None:
-        """Take the weights of a model that differs in nothing else.
+    def weights_of(self, model: Llama) -> list[jax.Array]:
+        """The weights of a model that differs in nothing else, to be set as `weights`.
 
         Raises:
-            ValueError: it differs; nothing has changed.
+            ValueError: it differs.
         """
         graphdef, state = nnx.split(model)
         weights, treedef = jax.tree.flatten(state)
@@ -336,7 +341,7 @@ class ModelSteps:
                 "the weights are of another architecture or data type than those they replace: "
                 "make a new engine for them"
             )
-        self.weights = weights
+        return weights
 
 
 def buckets(smallest: int, largest: int) -> tuple[int, ...]:

@@ -160,7 +160,7 @@ class GenerationRequest(StructuredBody):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Bias = None
-    top_k: int | None = Field(default=None, description="An extension; 0 means all tokens.")
+    top_k: int | None = Field(default=None, description="An extension; 0 and -1 mean all tokens.")
     min_p: float | None = Field(default=None, description="An extension.")
     repetition_penalty: float | None = Field(
         default=None, description="An extension; 1 does nothing."
@@ -239,6 +239,11 @@ class GenerationRequest(StructuredBody):
     @property
     def echoes_prompt(self) -> bool:
         """Whether the prompt comes first in each answer."""
+        return False
+
+    @property
+    def only_echoes(self) -> bool:
+        """Whether nothing comes after it."""
         return False
 
     def _token_limit(self) -> int | None:
@@ -340,11 +345,18 @@ class CompletionRequest(GenerationRequest):
         return bool(self.echo)
 
     @property
+    def only_echoes(self) -> bool:
+        """Whether nothing comes after it: a text is scored by `echo`, `logprobs` and no tokens."""
+        return self.echoes_prompt and self.max_tokens == 0 and not self.use_beam_search
+
+    @property
     def num_prompt_logprobs(self) -> int | None:
         """The same for the tokens of the prompt."""
         return self.logprobs if self.echo and self.logprobs is not None else self.prompt_logprobs
 
     def _token_limit(self) -> int | None:
+        if self.only_echoes:
+            return 1  # the least that an engine makes; it is not shown
         return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
 

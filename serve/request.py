@@ -84,6 +84,11 @@ class Request:
         return self.num_tokens - self.num_prompt_tokens
 
     @property
+    def max_computed(self) -> int:
+        """Most tokens that are ever computed: the last one it may generate is not."""
+        return self.num_prompt_tokens + self.max_tokens - 1
+
+    @property
     def needs_prefill(self) -> bool:
         """Whether more than the newest token waits to be computed."""
         return self.num_computed < self.num_tokens - 1 or self.num_generated == 0

@@ -7,6 +7,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi.responses import StreamingResponse
@@ -113,6 +114,7 @@ class Answer:
         tokenizer: shows the tokens that logprobs speak of.
         num_logprobs: likeliest tokens to show with each token; None shows no logprobs.
         echoes: the prompts, if each is to stand before its choices.
+        only_echoes: whether what comes after them is left out.
         with_prompt_logprobs: whether to show how likely the prompts' tokens are.
         num_choices: choices shown per prompt.
         num_branches: answers made per prompt; the best are shown if these are more.
@@ -128,6 +130,7 @@ class Answer:
         tokenizer: Tokenizer,
         num_logprobs: int | None,
         echoes: Sequence[Echo],
+        only_echoes: bool,
         with_prompt_logprobs: bool,
         num_choices: int,
         num_branches: int,
@@ -138,6 +141,7 @@ class Answer:
         self._num_choices = num_choices
         self._num_branches = num_branches
         self._include_usage = include_usage
+        self._only_echoes = only_echoes
         self._index = {request_id: i for i, request_id in enumerate(stream.request_ids)}
         self._last: list[RequestOutput | None] = [None] * len(stream.request_ids)
         self._tokenizer, self._with_prompt_logprobs = tokenizer, with_prompt_logprobs
@@ -155,7 +159,7 @@ class Answer:
         """The body of an answer that is not streamed. Raises EngineFailed."""
         parts: list[list[RequestOutput]] = [[] for _ in self._last]
         with contextlib.closing(self._stream):
-            async for output in self._stream:
+            async for output in self._outputs():
                 parts[self._note(output)].append(output)
         choices = []
         for i in self._chosen(parts):
@@ -171,6 +175,10 @@ class Answer:
             shown = [prompt_logprobs_body(self._tokenizer, *entries) for entries in found]
             self._form.add_prompt_logprobs(body, shown)
         return body | {"usage": self._usage()}
+
+    async def _outputs(self) -> AsyncIterator[RequestOutput]:
+        async for output in self._stream:
+            yield _of_prompt(output) if self._only_echoes else output
 
     def _chosen(self, parts: Sequence[Sequence[RequestOutput]]) -> list[int]:
         """The answers to show: all, or of each prompt's the best ones, the best first."""
@@ -194,7 +202,7 @@ class Answer:
 
     async def _events(self) -> AsyncIterator[str]:
         try:
-            async for output in self._stream:
+            async for output in self._outputs():
                 for choice in self._deltas(output):
                     yield self._event([choice])
         except EngineFailed as error:
@@ -277,6 +285,18 @@ class EventStream(StreamingResponse):
         """Send the response; the base class ends this by cancellation if the client goes."""
         with contextlib.closing(self._stream):
             await super().__call__(scope, receive, send)
+
+
+def _of_prompt(output: RequestOutput) -> RequestOutput:
+    """What an output says of the prompt, as if no token had been asked for."""
+    return replace(
+        output,
+        text="",
+        token_ids=(),
+        logprobs=None,
+        num_generated_tokens=0,
+        finish_reason="length" if output.finish_reason == "stop" else output.finish_reason,
+    )
 
 
 def _event(body: dict[str, Any]) -> str:

@@ -52,12 +52,16 @@ def packed_rows(
     )
 
 
-def decode_rows(requests: Sequence[Request], num_rows: int, num_steps: int) -> DecodeRows:
-    """The rows of up to `num_steps` decode steps."""
+def decode_rows(
+    requests: Sequence[Request], num_rows: int, num_steps: int | None = None
+) -> DecodeRows:
+    """The rows of a decode loop, in which they generate up to `num_steps` tokens if given."""
     seat, token, context_len, limit, adapter = np.zeros((5, num_rows), np.int32)
     for i, request in enumerate(requests):
         seat[i], context_len[i] = seat_of(request), request.num_computed
         token[i] = request.tokens[request.num_tokens - 1]
         adapter[i] = adapter_slot(request)
-        limit[i] = min(num_steps, request.max_tokens - request.num_generated)
+        limit[i] = request.max_tokens - request.num_generated
+    if num_steps is not None:
+        limit = np.minimum(limit, np.int32(num_steps))
     return DecodeRows(seat=seat, token=token, context_len=context_len, limit=limit, adapter=adapter)

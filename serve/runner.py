@@ -7,7 +7,7 @@ what was drawn.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -28,6 +28,28 @@ from .speculation import may_propose
 from .token_masks import TokenMasks, masks_of, no_masks
 
 _SMALLEST_STEP = 16
+_READY = np.bool_(True)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DecodeLoop:
+    """A decode loop that has been dispatched.
+
+    Attributes:
+        requests: its rows.
+        num_steps: tokens that each draws, at most.
+        drawn: on device.
+        after: the rows of a loop that goes on; None if the host must see the tokens first.
+        lens: what each request has computed when it is over, at most.
+        checked: `int32[2]` guesses made and taken, of one with speculation.
+    """
+
+    requests: Sequence[Request]
+    num_steps: int
+    drawn: Drawn
+    after: DecodeRows | None
+    lens: Sequence[int]
+    checked: jax.Array | None = None
 
 
 class ModelRunner(BlockRunner):
@@ -69,13 +91,17 @@ class ModelRunner(BlockRunner):
 
     # ---- model -----------------------------------------------------------------------------
 
+    def check_weights(self, model: Llama) -> None:
+        """Raise `ValueError` if these weights are not of the same architecture."""
+        self._steps.weights_of(model)
+
     def load_weights(self, model: Llama) -> None:
         """Compute with these weights from now on.
 
         Raises:
             ValueError: they are not of the same architecture.
         """
-        self._steps.load_weights(model)
+        self._steps.weights = self._steps.weights_of(model)
 
     def packed(self, work: Sequence[tuple[Request, int]]) -> Drawn:
         """Compute the next `count` tokens of each (request, count); returns next tokens `[1, R]`.
@@ -94,43 +120,66 @@ class ModelRunner(BlockRunner):
             record(work, jax.device_get(scores))
         return _fetch(drawn, [request for request, _ in work])
 
-    def decode(self, requests: Sequence[Request], num_steps: int) -> Drawn:
-        """Generate up to `num_steps` tokens per request; returns them `[steps, R]`.
+    def decode(self, requests: Sequence[Request], num_steps: int) -> DecodeLoop:
+        """Let the device generate up to `num_steps` tokens per request.
 
         Where guessing is on, a sequence ends with what it has held before, and few enough
         decode, none of them by a grammar, it is done with speculation.
         """
         size = bucket_for(len(requests), self._row_buckets)
-        rows = decode_rows(requests, size, num_steps)
+        lens = [request.num_computed + num_steps for request in requests]
+        loop = partial(DecodeLoop, requests=requests, num_steps=num_steps, lens=lens)
         guided = any(request.grammar is not None for request in requests)
+        guesses = size in self._speculative_buckets
         if (
-            size in self._speculative_buckets
+            guesses
             and not guided
             and any(may_propose(request.tokens[: request.num_tokens]) for request in requests)
         ):
             drawn, checked, self._kv_cache, self._history = self._steps.speculate(
-                size, *self._step_args(), rows
+                size, *self._step_args(), decode_rows(requests, size, num_steps)
             )
-            num_drafts, num_accepted = np.asarray(checked).tolist()
+            return loop(drawn=drawn, after=None, checked=checked)
+        drawn, after = self._decode(requests, decode_rows(requests, size), num_steps)
+        return loop(drawn=drawn, after=None if guided or guesses else after)
+
+    def decode_behind(self, loop: DecodeLoop) -> DecodeLoop:
+        """Let the device go on where a loop of it ends, if there are blocks by then."""
+        assert loop.after is not None
+        lens = [n + loop.num_steps for n in loop.lens]
+        ready = self.grow(loop.requests, lens)
+        drawn, after = self._decode(loop.requests, loop.after, loop.num_steps, ready)
+        return replace(loop, drawn=drawn, after=after, lens=lens)
+
+    def fetch(self, loop: DecodeLoop) -> Drawn:
+        """What a loop drew, `[steps, R]`, on the host."""
+        if loop.checked is not None:
+            num_drafts, num_accepted = np.asarray(loop.checked).tolist()
             self.num_draft_tokens += num_drafts
             self.num_accepted_tokens += num_accepted
-            return _fetch(drawn, requests)
-        return self._decode(requests, rows, num_steps)
+        return _fetch(loop.drawn, loop.requests)
 
     def decode_once(self, requests: Sequence[Request]) -> Drawn:
         """Generate one token per request, without guessing; returns them `[1, R]`."""
         size = bucket_for(len(requests), self._row_buckets)
-        return self._decode(requests, decode_rows(requests, size, 1), 1)
+        return _fetch(self._decode(requests, decode_rows(requests, size), 1)[0], requests)
 
-    def _decode(self, requests: Sequence[Request], rows: DecodeRows, num_steps: int) -> Drawn:
-        drawn, self._kv_cache, self._history = self._steps.decode(
+    def _decode(
+        self,
+        requests: Sequence[Request],
+        rows: DecodeRows,
+        num_steps: int,
+        ready: jax.Array | np.bool_ = _READY,
+    ) -> tuple[Drawn, DecodeRows]:
+        drawn, after, self._kv_cache, self._history = self._steps.decode(
             len(rows.seat),
             *self._step_args(),
             rows,
             self._masks(requests, len(rows.seat)),
             np.int32(num_steps),
+            ready,
         )
-        return _fetch(drawn, requests)
+        return drawn, after
 
     # ---- compilation -----------------------------------------------------------------------
 
@@ -184,7 +233,7 @@ class ModelRunner(BlockRunner):
         self._steps.packed.compile(size, *self._step_args(), *args)
 
     def _compile_decode(self, size: int) -> None:
-        args = decode_rows([], size, 0), self._masks([], size), np.int32(0)
+        args = decode_rows([], size, 0), self._masks([], size), np.int32(0), _READY
         self._steps.decode.compile(size, *self._step_args(), *args)
 
     def _compile_speculate(self, size: int) -> None:

@@ -26,7 +26,7 @@ class SamplingParams:
     Attributes:
         max_tokens: most tokens to generate; None means up to the context length.
         temperature: 0 is greedy.
-        top_k: sample among the k likeliest tokens (ties included); 0 means all.
+        top_k: sample among the k likeliest tokens (ties included); 0 or -1 means all.
         top_p: sample among the likeliest tokens that hold this probability together.
         min_p: drop tokens below this fraction of the likeliest one's probability.
         repetition_penalty: divides positive logits of tokens of prompt and text, and multiplies
@@ -98,8 +98,8 @@ class SamplingParams:
         )
         check(
             "top_k",
-            integer(self.top_k) and 0 <= self.top_k < 1 << 31,
-            "an integer of at least 0 (0 means all tokens)",
+            integer(self.top_k) and -1 <= self.top_k < 1 << 31,
+            "an integer of at least -1 (0 and -1 mean all tokens)",
         )
         check(
             "top_p",

@@ -5,9 +5,9 @@ came with them (the lowest first), `lpm` by how much of them is cached (the long
 Two rules hold under all three.
 
 * *Ageing.* Whoever has been set back `max_setbacks` times is *overdue*: nobody that arrived later
-  starts before it or takes its blocks. A setback is a later request that starts while this one
-  waits, also while it waits for a leader, or a preemption. So nobody is set back more often than
-  that, and the first overdue request runs to its end.
+  starts before it or takes its blocks. A setback is a later request, or beam search, that starts
+  while this one waits, also while it waits for a leader, or a preemption. So nobody is set back
+  more often than that, and the first overdue request runs to its end.
 * *No thrash.* Once somebody was preempted or found no blocks, nobody starts until another ends:
   those that run need what is free. Excepted is who fits beside them however long all get. So
   between two ends every request is preempted at most once. (Under `priority` a request pushes out
@@ -93,13 +93,17 @@ class Scheduler:
     def start(self, request: Request) -> None:
         """Move a waiting request to its seat."""
         self.waiting.remove(request)
+        self.set_back(request.number)
+        request.seat = self._free_seats.pop()
+        self.running.append(request)
+
+    def set_back(self, number: int) -> None:
+        """Note that what came as this number has started: who came before and waits is set back."""
         for other in self.waiting:
-            if other.number > request.number:
+            if other.number > number:
                 break
             other.num_setbacks += 1
             self._order_changed |= other.num_setbacks == self._max_setbacks
-        request.seat = self._free_seats.pop()
-        self.running.append(request)
 
     def preempt(self, request: Request) -> None:
         """Move a running request back to those that wait."""
@@ -130,7 +134,7 @@ class Scheduler:
 
         Whoever is yielded has started when the next one is asked for.
         """
-        if not self.waiting or not (self._free_seats or self._someone_pushes()):
+        if not self.someone_may_start:
             return
         self._order_changed = False
         for request in self._in_order():
@@ -141,14 +145,23 @@ class Scheduler:
             elif self._is_overdue(request):
                 return
 
+    @property
+    def someone_may_start(self) -> bool:
+        """Whether anybody waits for whom there is a seat, or may be."""
+        return bool(self.waiting) and bool(self._free_seats or self._someone_pushes())
+
     def refuse(self) -> None:
         """There are no blocks for the last candidate, and so for nobody until another ends."""
         self._crowded = True
 
     def may_join(self, request: Request) -> bool:
         """Whether a request may start out of turn, beside the one that computes its prompt."""
-        overdue = any(self._is_overdue(r) and r.number < request.number for r in self.waiting)
-        return bool(self._free_seats) and self._has_room_for(request) and not overdue
+        free = bool(self._free_seats) and self._has_room_for(request)
+        return free and self.may_pass(request.number)
+
+    def may_pass(self, number: int) -> bool:
+        """Whether what came as this number may start though others wait: none is overdue."""
+        return not any(self._is_overdue(r) and r.number < number for r in self.waiting)
 
     def next_seat(self) -> int | None:
         """The seat that the next started request will take, or None."""
@@ -182,7 +195,7 @@ class Scheduler:
         """Whether the cache holds this one and all that run, however long they get."""
         if not self.running:
             return True
-        lens = (r.num_prompt_tokens + r.max_tokens - 1 for r in [request, *self.running])
+        lens = (r.max_computed for r in [request, *self.running])
         return sum(-(-length // self._block_size) for length in lens) <= self._num_blocks
 
     def _in_order(self) -> list[Request]:

@@ -308,9 +308,8 @@ def test_what_was_incomplete_at_the_end_is_flushed_and_the_stream_starts_anew():
     assert stream.add(byte_ids(b"\x98\x80c")) + stream.flush() == "\ufffd\ufffdc"
 
 
-@settings(max_examples=200, deadline=None)
-@given(text=st.text("ab é日😀\n"))
-def test_a_sentencepiece_decoder_streams_its_spaces_and_fallback_bytes(text):
+def sentencepiece() -> Tokenizer:
+    """One that writes a space before a text, which its decoder drops, and falls back to bytes."""
     letters = ["▁", "a", "b", "▁a", "▁b", "ab"]
     vocab = {f"<0x{b:02X}>": b for b in range(256)}
     vocab |= {letter: 256 + i for i, letter in enumerate(letters)}
@@ -325,9 +324,42 @@ def test_a_sentencepiece_decoder_streams_its_spaces_and_fallback_bytes(text):
             decoders.Strip(" ", 1, 0),
         ]
     )
-    tokenizer = Tokenizer(backend)
+    return Tokenizer(backend)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text("ab é日😀\n"))
+def test_a_sentencepiece_decoder_streams_its_spaces_and_fallback_bytes(text):
+    tokenizer = sentencepiece()
     ids = tokenizer.encode(text)
     stream = tokenizer.detokenizer()
     assert "".join(stream.add([i]) for i in ids) + stream.flush() == tokenizer.decode(ids)
     spelled = b"".join(tokenizer.token_bytes(i) for i in ids).decode()
     assert spelled.removeprefix(" ") == tokenizer.decode(ids)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text("ab é日😀\n", max_size=12), cut=st.integers(0, 40))
+@pytest.mark.parametrize("tokenizer", [sentencepiece(), BYTE_TOKENIZER], ids=["pieces", "bytes"])
+def test_what_follows_a_prompt_is_what_it_adds_to_the_text(tokenizer, text, cut):
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    prompt, more = ids[:cut], ids[cut:]
+    added = tokenizer.decode_after(prompt, more)
+    stream = tokenizer.detokenizer(prompt)
+    assert "".join(stream.add([i]) for i in more) + stream.flush() == added
+    whole, before = tokenizer.decode(ids), tokenizer.decode(prompt)
+    # A prompt may end in half a character, which is shown when it is whole.
+    if more and "\ufffd" not in before:
+        assert added == whole.removeprefix(before)
+    elif more:
+        assert whole.endswith(added) and "\ufffd" not in added
+    else:
+        assert added == ""
+
+
+def test_a_space_after_a_prompt_is_kept_and_one_that_begins_a_text_is_not():
+    tokenizer = sentencepiece()
+    [a] = tokenizer.encode("a")
+    assert tokenizer.decode([a]) == tokenizer.decode_after([], [a]) == "a"
+    assert tokenizer.decode_after([a], [a]) == " a"
+    assert BYTE_TOKENIZER.decode_after(byte_ids(b"ok\xf0\x9f"), byte_ids(b"\x98\x80!")) == "😀!"

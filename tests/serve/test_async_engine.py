@@ -128,8 +128,12 @@ def test_closing_ends_every_stream_and_refuses_what_comes_after(new_async_engine
         with pytest.raises(EngineFailed, match="shut down"):
             async for _ in stream:
                 pass
-        with pytest.raises(EngineFailed, match="shut down"):
-            await new_async_engine.submit(PROMPT, SHORT)
+        seen = []
+        for _ in range(3):
+            with pytest.raises(EngineFailed, match="shut down") as caught:
+                await new_async_engine.submit(PROMPT, SHORT)
+            seen.append(caught.value)
+        assert len(set(map(id, seen))) == 3  # one that is raised again collects frames for ever
 
     asyncio.run(run())
     new_async_engine.close()

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from octavo.models import LoadedModel
-from octavo.serve import BeamSearchParams, Engine, InvalidRequest, SamplingParams
+from octavo.serve import (
+    BeamSearchParams,
+    Completion,
+    Engine,
+    InvalidRequest,
+    Logprob,
+    SamplingParams,
+)
 from octavo.serve.beam_search import Beam, BeamSelection
+from octavo.serve.branching import best
 
 from .tiny import tiny_engine
 
@@ -247,3 +256,39 @@ def test_best_of_returns_the_likeliest_samples(plain: Engine) -> None:
     assert all(a.logprobs is None for a in found)
     with pytest.raises(InvalidRequest, match="best_of=1 "):
         SamplingParams(n=2, best_of=1)
+
+
+def test_an_answer_without_tokens_is_the_least_likely() -> None:
+    def answer(text: str, *logprobs: float) -> Completion:
+        return Completion(
+            text=text,
+            token_ids=tuple(range(len(logprobs))),
+            finish_reason="stop",
+            num_prompt_tokens=1,
+            num_cached_tokens=0,
+            logprobs=tuple({i: Logprob(logprob=p, rank=1)} for i, p in enumerate(logprobs)),
+        )
+
+    answers = [answer("none"), answer("unlikely", -9.0), answer("likely", -0.5, -1.5)]
+    kept = best(answers, SamplingParams(n=2, best_of=3))
+    assert [one.text for one in kept] == ["likely", "unlikely"]
+
+
+def test_searches_that_start_set_back_who_waits_and_do_not_pass_who_is_overdue(
+    tiny: LoadedModel,
+) -> None:
+    engine = tiny_engine(tiny, max_num_seqs=2, max_setbacks=2)
+    seated = [
+        engine.add_request(prompt(60 + i, 9), replace(GREEDY, max_tokens=300)) for i in (0, 1)
+    ]
+    engine.step()
+    waiting = engine.add_request(prompt(62, 9), GREEDY)
+    short = replace(WIDE, beam_width=2, num_return_sequences=2, max_tokens=2)
+    searches = [engine.add_branches(prompt(70 + i, 9), short) for i in range(3)]
+    ends = []
+    while engine.num_unfinished:
+        ends += [o.request_id for o in engine.step() if o.finished]
+    order = [ends.index(i) for i in (searches[0][0], searches[1][0], seated[0], searches[2][0])]
+    assert order == sorted(order)
+    assert ends.index(waiting) > ends.index(seated[0])
+    assert_empty(engine)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -340,7 +342,7 @@ BAD_PARAMS = [
     ("temperature", float("nan")),
     ("temperature", float("inf")),
     ("temperature", 1e9),
-    ("top_k", -1),
+    ("top_k", -2),
     ("top_k", 1 << 40),
     ("top_p", 0.0),
     ("top_p", 1.5),
@@ -387,6 +389,14 @@ BAD_CONFIGS = [
     ({"max_setbacks": 0}, "max_setbacks=0"),
     ({"max_waiting": 0}, "max_waiting=0"),
     ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "max_num_batched_tokens=32"),
+    ({"block_size": 16.5}, "block_size=16.5 must be an integer"),
+    ({"max_num_seqs": True}, "max_num_seqs=True must be an integer"),
+    ({"num_blocks": "many"}, "num_blocks='many' must be an integer"),
+    ({"decode_slice_ms": float("inf")}, "decode_slice_ms=inf must be a finite number"),
+    ({"kv_cache_gib": float("nan")}, "kv_cache_gib=nan must be a finite number"),
+    ({"enable_prefix_caching": "no"}, "enable_prefix_caching='no' must be True or False"),
+    ({"deterministic": 1}, "deterministic=1 must be True or False"),
+    ({"disk_cache_dir": None}, "disk_cache_dir=None must be a string"),
 ]
 
 
@@ -394,6 +404,32 @@ BAD_CONFIGS = [
 def test_a_bad_configuration_is_named(tiny: LoadedModel, config: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Engine(tiny, EngineConfig(compilation_cache_dir="", **config))
+
+
+def test_numbers_of_other_libraries_and_paths_become_plain_ones(tmp_path: Path) -> None:
+    values: dict[str, Any] = {"num_blocks": np.int64(64), "decode_slice_ms": np.float32(50)}
+    given = EngineConfig(**values, kv_cache_gib=1, disk_cache_dir=tmp_path)  # pyright: ignore
+    plain = EngineConfig(
+        num_blocks=64, kv_cache_gib=1.0, decode_slice_ms=50.0, disk_cache_dir=str(tmp_path)
+    )
+    assert repr(given) == repr(plain) and given == plain
+
+
+def test_what_is_refused_leaves_no_namespace_and_a_long_salt_is_not_kept(engine: Engine) -> None:
+    namespaces = engine._intake.namespaces
+    before = len(namespaces._ids)
+    for bad in (SamplingParams(stop_token_ids=(1 << 20,)), SamplingParams(max_tokens=1 << 20)):
+        with pytest.raises(InvalidRequest):
+            engine.add_request([1, 2], bad, cache_salt="refused")
+    assert len(namespaces._ids) == before
+    long = "salt" * 1000
+    hits = []
+    for salt in (long, long + "!", long):
+        *_, last = engine.stream(prompt(91, 40), GREEDY, cache_salt=salt)
+        hits.append(last.num_cached_tokens > 0)
+    assert hits == [False, False, True]
+    key = engine._intake.namespace_key(long, None)
+    assert len(key.salt) < 100 and key.salt != engine._intake.namespace_key(key.salt, None).salt
 
 
 def test_one_bad_prompt_of_several_starts_none(engine: Engine) -> None:

@@ -116,6 +116,32 @@ def test_other_weights_find_nothing_of_the_old_and_compile_nothing(
     assert (back.num_cached_tokens, back.token_ids) == (0, old)
 
 
+@pytest.mark.parametrize("interrupted", ["reset_cache", "load_weights"])
+def test_an_interrupt_between_two_weights_leaves_nothing_to_be_found_by_the_wrong_ones(
+    engine: Engine, tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch, interrupted: str
+) -> None:
+    old = engine.generate(PROMPT, GREEDY)[0].token_ids
+    snapshot = engine.cache_snapshot()
+    at = engine if interrupted == "reset_cache" else engine._runner
+    run = getattr(at, interrupted)
+
+    def interrupting(*args, **kwargs):
+        run(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(at, interrupted, interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        engine.load_weights(other_weights(tiny, "tiny"))
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="before other weights"):
+        engine.restore_cache(snapshot)
+    now = engine.generate(PROMPT, GREEDY)[0]
+    assert now.num_cached_tokens == 0
+    assert (now.token_ids == old) == (interrupted == "reset_cache")
+    engine.load_weights(tiny)
+    assert engine.generate(PROMPT, GREEDY)[0].token_ids == old
+
+
 def test_new_weights_answer_as_in_an_engine_of_their_own(engine: Engine, tiny: LoadedModel) -> None:
     other = other_weights(tiny, "other")
     engine.load_weights(other)

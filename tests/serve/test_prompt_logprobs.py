@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 
 import httpx
@@ -168,6 +169,30 @@ def test_echo_with_logprobs_reports_on_the_prompt_too(http: httpx.Client, tiny, 
     assert text == choice["text"]
     assert streamed["text_offset"] == found["text_offset"]
     assert streamed["tokens"] == found["tokens"]
+
+
+def test_a_text_is_scored_by_echo_without_further_tokens(http: httpx.Client, tiny) -> None:
+    count = len(tiny.tokenizer.encode(TEXT))
+    scored = complete(http, echo=True, logprobs=1, max_tokens=0, n=2, best_of=3, temperature=1.0)
+    wanted = complete(http, echo=True, logprobs=1, max_tokens=1)["choices"][0]["logprobs"]
+    assert [choice["finish_reason"] for choice in scored["choices"]] == ["length"] * 2
+    for choice in scored["choices"]:
+        assert choice["text"] == TEXT
+        assert choice["logprobs"] == {key: values[:count] for key, values in wanted.items()}
+    usage = scored["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (count, 0)
+    # Whatever would end it at once is not heeded, and a stream says the same.
+    options = {"include_usage": True}
+    body = {"model": MODEL, "prompt": TEXT, "max_tokens": 0, "echo": True, "logprobs": 1}
+    events = http.post("/completions", json=body | {"stream": True, "stream_options": options}).text
+    pieces = [json.loads(line[6:]) for line in events.splitlines() if line.startswith("data: {")]
+    (piece,) = [choice for piece in pieces for choice in piece["choices"]]
+    assert (piece["text"], piece["finish_reason"]) == (TEXT, "length")
+    assert piece["logprobs"] == scored["choices"][0]["logprobs"]
+    assert pieces[-1]["usage"]["completion_tokens"] == 0
+    assert complete(http, echo=True, max_tokens=0)["choices"][0]["logprobs"] is None
+    for bad in ({"max_tokens": 0}, {"echo": True, "max_tokens": 0, "use_beam_search": True}):
+        assert http.post("/completions", json=body | {"echo": False} | bad).status_code == 400
 
 
 def test_prompt_logprobs_come_in_vllms_form(http: httpx.Client, tiny, reference) -> None:

@@ -120,6 +120,25 @@ def test_more_sequences_than_rows_are_kept_as_text(engine: Engine, plain: Engine
     assert kept[0].generate(GREEDY).token_ids == want
 
 
+def test_a_fork_for_which_there_is_no_row_does_not_end_what_it_forks(smollm2: LoadedModel) -> None:
+    engine = tiny_engine(tiny_model(smollm2), max_num_seqs=1)
+    root = engine.sequence(prompt(80, 30))
+    first = root.generate(GREEDY)
+    held = active(engine)
+    fork = root.fork()
+    assert active(engine) == held > 0 and root._held().row is not None
+    assert fork.generate(GREEDY).num_cached_tokens == 30 + len(first.token_ids) - 1
+    # With two rows the older of two is forked, and stays, though it was next to go.
+    other = tiny_engine(tiny_model(smollm2), max_num_seqs=2)
+    older, younger = (other.sequence(prompt(80 + i, 30)) for i in range(2))
+    older.generate(GREEDY)
+    younger.generate(GREEDY)
+    fork = older.fork()
+    rows = [one._held().row is not None for one in (older, younger, fork)]
+    assert rows == [True, False, True]
+    other.check_invariants()
+
+
 def test_an_aborted_stream_leaves_a_sequence_that_goes_on(engine: Engine, plain: Engine) -> None:
     sequence = engine.sequence(prompt(70, 20))
     stream = sequence.stream(SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))

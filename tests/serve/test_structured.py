@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -15,7 +17,14 @@ import openai
 import pytest
 
 from octavo.models import LoadedModel
-from octavo.serve import Completion, Engine, InvalidRequest, SamplingParams, StructuredOutputs
+from octavo.serve import (
+    Completion,
+    Engine,
+    InvalidRequest,
+    SamplingParams,
+    StructuredOutputs,
+    grammars,
+)
 from octavo.serve.async_engine import AsyncEngine
 from octavo.serve.grammars import Grammars
 from octavo.serve.token_masks import TokenMasks, mask_logits
@@ -133,6 +142,36 @@ def test_a_seed_gives_the_same_text_in_any_batch_and_pool(tiny: LoadedModel, eng
     assert [answer.token_ids for answer in guessing.generate(repeating, own)] == [
         engine.generate(p, o)[0].token_ids for p, o in zip(repeating, own, strict=True)
     ]
+
+
+def test_a_grammar_that_takes_long_keeps_nobody_waiting_but_for_itself(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, compiled = Grammars(), []
+    begun, go_on = threading.Event(), threading.Event()
+    compile_fn = grammars._compile
+
+    def slow(tokenizer: Any, wanted: StructuredOutputs) -> Any:
+        compiled.append(wanted.source)
+        if wanted.source == "slow":
+            begun.set()
+            assert go_on.wait(60)
+        return compile_fn(tokenizer, wanted)
+
+    monkeypatch.setattr(grammars, "_compile", slow)
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            waiting = [
+                pool.submit(kept.start, tiny, StructuredOutputs(regex="slow")) for _ in range(2)
+            ]
+            assert begun.wait(60)
+            assert not kept.start(tiny, StructuredOutputs(regex="fast")).finished
+            assert not any(one.done() for one in waiting)
+        finally:
+            go_on.set()
+        for one in waiting:
+            assert not one.result().finished
+    assert compiled == ["slow", "fast"]
 
 
 def test_a_text_cut_short_is_the_beginning_of_one(engine: Engine) -> None:

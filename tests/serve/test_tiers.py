@@ -396,8 +396,8 @@ def test_a_budget_of_zero_is_no_tier(tiny: LoadedModel, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "complaint"),
     [
-        ({"host_cache_gib": -1}, "host_cache_gib=-1 must be at least 0"),
-        ({"disk_cache_gib": float("nan")}, "disk_cache_gib=nan must be at least 0"),
+        ({"host_cache_gib": -1}, "host_cache_gib=-1.0 must be at least 0"),
+        ({"disk_cache_gib": float("nan")}, "disk_cache_gib=nan must be a finite number"),
         ({"host_cache_gib": 1, "enable_prefix_caching": False}, "enable_prefix_caching"),
         ({"disk_cache_dir": "x", "enable_prefix_caching": False}, "enable_prefix_caching"),
     ],
