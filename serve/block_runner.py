@@ -251,9 +251,7 @@ class BlockRunner:
         # Those of one request side by side.
         spans.sort(key=lambda span: seat_of(span[0]))
         # Flags of the last call: those of this one come behind what the device is at.
-        if not all(map(bool, self._published)):
-            raise paged.InvariantViolation("blocks that had just been filled were refused")
-        self._published.clear()
+        self._check_published()
         for filled, count in self._filled_blocks(spans):
             num_rows = len(filled.seat)
             self._state, self._tables, ok = self._publish(
@@ -265,6 +263,11 @@ class BlockRunner:
             self.tiers.save(self._kv_cache, self._tables.block_ids, full)
         for request in requests:
             request.num_published = max(request.num_published, request.num_computed // size)
+
+    def _check_published(self) -> None:
+        flags, self._published = self._published, []
+        if not all(map(bool, flags)):
+            raise paged.InvariantViolation("blocks that had just been filled were refused")
 
     def _filled_blocks(
         self, spans: Sequence[tuple[Request, int, int]]
@@ -342,6 +345,7 @@ class BlockRunner:
 
     def check_invariants(self) -> None:
         """Check the block manager's invariants; raises `octavo.paged.InvariantViolation`."""
+        self._check_published()
         paged.check_invariants(self._state, self._tables)
 
     # ---- compilation -----------------------------------------------------------------------

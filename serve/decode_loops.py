@@ -47,6 +47,7 @@ class DecodeLoops:
         self._begun = 0.0
         # Else it is mostly the time of a compilation.
         self._is_timed = False
+        self._had_room = True
 
     @property
     def in_flight(self) -> bool:
@@ -61,6 +62,7 @@ class DecodeLoops:
 
     def start(self, requests: Sequence[Request], num_steps: int) -> None:
         """Dispatch a loop; its requests have room for so many tokens."""
+        self._had_room = True
         num_programs, self._begun = self._runner.num_programs, time.perf_counter()
         self._first = self._runner.decode(requests, num_steps)
         self._is_timed = self._runner.num_programs == num_programs
@@ -80,12 +82,14 @@ class DecodeLoops:
         num_steps = int((drawn.tokens >= 0).any(axis=1).sum())
         if num_steps and self._is_timed:
             self._pace.note(len(loop.requests), (now - self._begun) / num_steps)
+        self._had_room = num_steps > 0
         yield loop.requests, drawn
         self._first, self._begun, self._is_timed = behind, now, True
 
     def _goes_on(self, loop: DecodeLoop, alone: Sequence[Request]) -> bool:
         return (
             self._ahead
+            and self._had_room  # else room is made first
             and loop.after is not None
             and list(loop.requests) == list(alone)
             and any(n < r.max_computed for r, n in zip(loop.requests, loop.lens, strict=True))

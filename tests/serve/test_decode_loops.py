@@ -136,20 +136,23 @@ def test_a_loop_without_blocks_does_nothing_and_room_is_made(
     make_engine: Callable[..., Engine], plain: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(num_blocks=SMALL_POOL, max_decode_steps=4)
-    empty = 0
+    runs: list[int] = [0]  # of loops one after the other that did nothing
     fetch = engine._runner.fetch
 
     def counted(loop: Any) -> Any:
-        nonlocal empty
         drawn = fetch(loop)
-        empty += not (drawn.tokens >= 0).any()
+        if (drawn.tokens >= 0).any():
+            runs.append(0)
+        else:
+            runs[-1] += 1
         return drawn
 
     monkeypatch.setattr(engine._runner, "fetch", counted)
     long = replace(GREEDY, max_tokens=90)
     prompts = [prompt(30 + i, 38) for i in range(4)]
     answers = engine.generate(prompts, long)
-    assert empty > 0 and engine.stats().num_preemptions > 0
+    # At most the one that found no room and the one that was behind it already.
+    assert 0 < max(runs) <= 2 and engine.stats().num_preemptions > 0
     for one, answer in zip(prompts, answers, strict=True):
         assert answer.token_ids == plain.generate(one, long)[0].token_ids
     assert_empty(engine)

@@ -41,7 +41,8 @@ def test_logits_are_equal_to_the_bit_however_they_come_about(
 ) -> None:
     tiny = tiny_model(smollm2, hidden_size=hidden_size)
     rng = np.random.default_rng(2)
-    shared = rng.integers(1000, 40000, 45).tolist()
+    # Long enough to be read once for all that share it.
+    shared = rng.integers(1000, 40000, 300).tolist()
     prompts = [
         [*(shared if i % 2 else []), *rng.integers(1000, 40000, 3 + 11 * i).tolist()]
         for i in range(6)
@@ -54,10 +55,12 @@ def test_logits_are_equal_to_the_bit_however_they_come_about(
     again = engine.generate(prompts, PARAMS)
     assert bits(again) == miss  # hits
     assert all(a.num_cached_tokens >= a.num_prompt_tokens - 1 for a in again)
-    # Chunks, preemption.
-    small = deterministic(tiny, max_num_batched_tokens=16, num_blocks=24, **settings)
+    # Chunks, and room for two of the long ones, which grow until one gives way.
+    small = deterministic(tiny, max_num_batched_tokens=16, num_blocks=54, **settings)
     assert bits(small.generate(prompts, PARAMS)) == miss
-    assert small.stats().num_preemptions + small.stats().num_cached_blocks > 0
+    long = replace(PARAMS, max_tokens=50)
+    assert bits(small.generate(prompts, long)) == bits(alone.generate(prompts, long))
+    assert small.stats().num_preemptions > 0
     small.check_invariants()
 
 

@@ -334,6 +334,26 @@ def test_what_can_never_fit_is_refused_at_once(tiny: LoadedModel) -> None:
     assert_empty(engine)
 
 
+def test_whoever_was_preempted_computes_nothing_again_that_stayed(tiny: LoadedModel) -> None:
+    engine = tiny_engine(tiny, async_scheduling=False, max_decode_steps=4)
+    long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    wanted = engine.generate(prompt(92, 100), long)[0].token_ids
+    engine.reset_cache()
+    request_id = engine.add_request(prompt(92, 100), long)
+    tokens: list[int] = []
+    for pause in range(3):
+        while len(tokens) < 10 * (1 + pause):
+            tokens += [token for output in engine.step() for token in output.token_ids]
+        before = engine.stats().prefilled_tokens
+        engine._preempt(engine._requests[request_id])
+        tokens += [token for output in engine.step() for token in output.token_ids]
+        # The newest token was never computed; nothing else is.
+        assert engine.stats().prefilled_tokens - before <= 1
+    tokens += [token for output in drain(engine)[request_id] for token in output.token_ids]
+    assert tuple(tokens) == wanted and engine.stats().num_preemptions == 3
+    assert_empty(engine)
+
+
 BAD_PARAMS = [
     ("max_tokens", 0),
     ("max_tokens", -5),

@@ -10,6 +10,7 @@ import pytest
 
 from octavo.models import LoadedModel
 from octavo.serve import Engine, InvalidRequest, SamplingParams, deadlines
+from octavo.serve.decode_loops import schedules_ahead
 from octavo.serve.outputs import RequestOutput
 from octavo.serve.request import Request
 
@@ -70,7 +71,8 @@ def test_a_pool_of_one_and_a_half_requests_does_not_thrash(
         after = engine.stats()
         progress = after.prefilled_tokens + after.generated_tokens
         stuck = 0 if progress > before.prefilled_tokens + before.generated_tokens else stuck + 1
-        assert stuck <= 1, "a step in which nothing was computed"
+        # A loop that finds no room, and ahead of time another one behind it.
+        assert stuck <= 1 + schedules_ahead(engine.config), "steps in which nothing was computed"
     stats = engine.stats()
     assert 0 < stats.num_preemptions <= (engine.config.max_num_seqs - 1) * stats.num_finished
     # Far from the bound, in truth: each request is preempted about twice.
